@@ -21,9 +21,12 @@ from ddpkit.checkpointing.broadcast import (
 )
 from ddpkit.checkpointing.checkpoint import (
     DIRECTORY_PREFIX as DIRECTORY_PREFIX,
+    OWN_META as OWN_META,
+    SAVED_AT as SAVED_AT,
     SUFFIX as SUFFIX,
     Checkpoint as Checkpoint,
     ckpt_recency as ckpt_recency,
+    ends_epoch as ends_epoch,
 )
 from ddpkit.checkpointing.file_loading import safe_load as safe_load
 from ddpkit.checkpointing.fingerprinting import (

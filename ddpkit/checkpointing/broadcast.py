@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddpkit.base import LoadHook
 from ddpkit.checkpointing.arrival import all_ranks_come
-from ddpkit.checkpointing.checkpoint import Checkpoint
+from ddpkit.checkpointing.checkpoint import Checkpoint, ends_epoch
 from ddpkit.checkpointing.main_work import checkpoint_work_on_main
 from ddpkit.checkpointing.unchecked_load import finish
 from ddpkit.comm import failures_of
@@ -57,7 +57,7 @@ def load_recoverables(
     together = mode == "broadcast" and all_ranks_come("load", LOAD_WAIT_SECONDS)
     if together:
         _require_alike(list(hooks))
-    end_of_epoch = bool(checkpoint.meta.get("end-of-epoch", True))
+    end_of_epoch = ends_epoch(checkpoint.meta)
     for name, hook in hooks.items():
         path = checkpoint.paramfiles[name]
         if together:

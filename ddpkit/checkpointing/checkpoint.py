@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,12 @@ import torch
 
 DIRECTORY_PREFIX = "CKPT"
 SUFFIX = ".ckpt"
+
+# The keys that the meta of each checkpoint has, in its CKPT.yaml.
+SAVED_AT = "unixtime"
+END_OF_EPOCH = "end-of-epoch"
+#: Both: what else is in the meta is of the caller.
+OWN_META = frozenset({SAVED_AT, END_OF_EPOCH})
 
 
 class Checkpoint(NamedTuple):
@@ -41,7 +48,7 @@ class Checkpoint(NamedTuple):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Checkpoint) or self.path != other.path:
             return False
-        return as_number(self.meta.get("unixtime")) == as_number(other.meta.get("unixtime"))
+        return as_number(self.meta.get(SAVED_AT)) == as_number(other.meta.get(SAVED_AT))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -66,7 +73,22 @@ def ckpt_recency(ckpt: Checkpoint) -> float:
         >>> ckpt_recency(Checkpoint(Path("CKPT+a"), {"unixtime": 5.0}, {}))
         5.0
     """
-    return float(ckpt.meta["unixtime"])
+    return float(ckpt.meta[SAVED_AT])
+
+
+def ends_epoch(meta: Mapping[str, Any]) -> bool:
+    """Say whether a checkpoint is from the end of an epoch; one that does not tell is.
+
+    Args:
+        meta: of the checkpoint.
+
+    Ranks: local.
+
+    Example:
+        >>> ends_epoch({"end-of-epoch": False}), ends_epoch({})
+        (False, True)
+    """
+    return bool(meta.get(END_OF_EPOCH, True))
 
 
 def as_number(value: Any) -> float | None:

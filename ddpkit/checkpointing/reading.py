@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddpkit.checkpointing.checkpoint import (
     DIRECTORY_PREFIX,
+    SAVED_AT,
     SUFFIX,
     Checkpoint,
     as_number,
@@ -54,9 +55,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{META_NAME}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{META_NAME} cannot be read: {error}") from error
-    if not isinstance(meta, dict) or as_number(meta.get("unixtime")) is None:
+    if not isinstance(meta, dict) or as_number(meta.get(SAVED_AT)) is None:
         raise CheckpointError(
-            f"{META_NAME} is empty or does not say when the checkpoint was saved (unixtime)"
+            f"{META_NAME} is empty or does not say when the checkpoint was saved ({SAVED_AT})"
         )
     for file in files.values():
         if not (file.is_file() or file.is_dir()):  # opening a pipe or a device may never end

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpkit.base import SaveHook
-from ddpkit.checkpointing.checkpoint import as_number
+from ddpkit.checkpointing.checkpoint import END_OF_EPOCH, SAVED_AT, as_number
 from ddpkit.checkpointing.hook_lookup import saves_on_every_rank
 from ddpkit.checkpointing.save_report import SaveReport
 from ddpkit.checkpointing.selection import Retention
@@ -95,10 +95,10 @@ class SaveRequest:
 
         now = max(time.time(), math.nextafter(after, math.inf))
         meta: dict[str, Any] = to_plain(
-            {"unixtime": now, "end-of-epoch": self.end_of_epoch, **self.meta}
+            {SAVED_AT: now, END_OF_EPOCH: self.end_of_epoch, **self.meta}
         )
-        if as_number(meta["unixtime"]) is None:
+        if as_number(meta[SAVED_AT]) is None:
             raise CheckpointError(
-                f"meta has unixtime={meta['unixtime']!r}, which must be a number of seconds."
+                f"meta has {SAVED_AT}={meta[SAVED_AT]!r}, which must be a number of seconds."
             )
         return meta

@@ -28,6 +28,7 @@ from ddpkit.checkpointing import (
     DIRECTORY_PREFIX,
     MANIFEST_NAME,
     META_NAME,
+    OWN_META,
     SUFFIX,
     Checkpoint,
     Selection,
@@ -35,6 +36,7 @@ from ddpkit.checkpointing import (
     average_checkpoints,
     base_of,
     ckpt_recency,
+    ends_epoch,
     fingerprints,
     ranked,
     read_checkpoint,
@@ -158,7 +160,7 @@ class Entry:
         middle.
         """
         epoch = value_text(self.meta.get("epoch", self.brain.get(EPOCH, UNKNOWN)), 20)
-        if self.meta.get("end-of-epoch", True):
+        if ends_epoch(self.meta):
             return f"end of {epoch}" if self.meta else UNKNOWN
         return f"in {epoch}, batch {value_text(self.brain.get(STEP, UNKNOWN), 20)}"
 
@@ -307,7 +309,7 @@ def command_show(options: argparse.Namespace) -> int:
     say(f"  files     {len(row.files)} file(s), {size_text(row.size)}, {state}")
     for reason in row.reasons:
         say(f"  damaged   {printable(reason)}")
-    for name in sorted(row.meta.keys() - {"unixtime", "end-of-epoch"}, key=str):
+    for name in sorted(row.meta.keys() - OWN_META, key=str):
         say(f"  meta      {printable(name)}: {value_text(row.meta[name], 400)}")
     for name, size in row.files.items():
         if name not in {META_NAME, MANIFEST_NAME}:

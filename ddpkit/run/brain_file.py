@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ddpkit.checkpointing import OWN_META
 from ddpkit.errors import CheckpointError
 
 BRAIN_FILE = "brain.ckpt"
@@ -27,7 +28,7 @@ FIRST_LONG_KEY = "data"
 
 INTRA_EPOCH_KEY = "brain_intra_epoch_ckpt"  # in CKPT.yaml: saved in the middle of an epoch
 #: What of ``CKPT.yaml`` is no metric of the recipe.
-NO_METRICS = frozenset({"unixtime", "end-of-epoch", INTRA_EPOCH_KEY, "epoch"})
+NO_METRICS = OWN_META | {INTRA_EPOCH_KEY, EPOCH}
 
 
 def read_brain_file(checkpoint: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import functools
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.checkpointing import OWN_META
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.reporting import plain, run_event
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from ddpkit.training import Progress
 
 logger = get_logger(__name__)
-
-#: Of the meta of a checkpoint: what it always has, and the event says by itself.
-_ALWAYS = frozenset({"unixtime", "end-of-epoch"})
 
 
 class SaveRecord:
@@ -64,7 +62,7 @@ def _write_saved(position: Mapping[str, int], report: SaveReport) -> None:
     numbers = {
         str(name): value
         for name, value in plain(dict(report.meta)).items()
-        if name not in _ALWAYS and isinstance(value, Real)
+        if name not in OWN_META and isinstance(value, Real)  # the event says those by itself
     }
     _write(
         "checkpoint",

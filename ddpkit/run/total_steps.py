@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing import Checkpoint
+from ddpkit.checkpointing import Checkpoint, ends_epoch
 from ddpkit.run.step_plan import StepPlan
 from ddpkit.training import RunLength
 
@@ -88,8 +88,7 @@ def _start_of(run_state: RunState) -> tuple[Mapping[str, Any], bool]:
     if start is None or start.state is None or not isinstance(start.resume, Checkpoint):
         return {}, True
     is_of_this_call = start.state.get("fit", calls.number) == calls.number
-    ends_epoch = bool(start.resume.meta.get("end-of-epoch", True))
-    return (start.state if is_of_this_call else {}), ends_epoch
+    return (start.state if is_of_this_call else {}), ends_epoch(start.resume.meta)
 
 
 def _steps_ahead(

@@ -118,6 +118,7 @@ class LocalSGD(DDP):
             options,
             NOT_WITH,
         )
+        super().check(options, has_own_fit_batch=has_own_fit_batch)
 
     def bind(
         self,

@@ -17,6 +17,12 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+#: The receiver, the name of a value, and why it does not take it.
+LEFT_OUT = (
+    "%s refuses the value %r: %s: %s. It is left out; metrics.jsonl, in the experiment's folder, "
+    "has it."
+)
+
 AT_ONCE = 500  # values that are handed over in one call
 MOST_WAITING = 100_000  # values; the oldest give way
 LONGEST_PAUSE = 30.0  # seconds between two tries
@@ -196,14 +202,7 @@ class BatchSender:
         name = self._name(value)
         if name not in self._said:
             self._said.add(name)
-            logger.warning(
-                "%s refuses the value %r: %s: %s. It is left out; metrics.jsonl, in the "
-                "experiment's folder, has it.",
-                self._what,
-                name,
-                type(error).__name__,
-                error,
-            )
+            logger.warning(LEFT_OUT, self._what, name, type(error).__name__, error)
 
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:  # the words of an error may be others each time

@@ -120,12 +120,10 @@ class StandingRows(Generic[RowT]):
     def without(self, rows: Sequence[RowT], names: frozenset[str]) -> list[RowT]:
         """Return the rows of the file without the first that stands there with these names."""
         self._numbers[names] -= 1
-        found = next(
-            number
-            for number, row in enumerate(rows)
-            if number >= self._known and self._stands(row, names)
-        )
-        return [*rows[:found], *rows[found + 1 :]]
+        for number, row in enumerate(rows):
+            if number >= self._known and self._stands(row, names):
+                return [*rows[:number], *rows[number + 1 :]]
+        return [*rows]  # somebody else has taken it out of the file
 
     def _stands(self, row: RowT, names: frozenset[str]) -> bool:
         return self._kind.step_of(row) == self._step and self._kind.names_of(row) == names

@@ -9,6 +9,7 @@ from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.reporting import Stats, plain_numbers
+from ddpkit.train_logger.batch_sender import LEFT_OUT
 from ddpkit.train_logger.tracker import TrackerLogger
 
 if TYPE_CHECKING:
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-
-LEFT_OUT = (
-    "%s refuses the value %r: %s: %s. It is left out; metrics.jsonl, in the experiment's folder, "
-    "has it."
-)
 
 
 class WandBLogger(TrackerLogger):

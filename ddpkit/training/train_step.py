@@ -401,7 +401,7 @@ class TrainStep:
         multiplier = self.close_window() if prepared is None else prepared.multiplier
         optimizers = self.note_optimizers_to_step(brain)
         if not optimizers:
-            self.context.strategy.leave_step_out()
+            self._leave_step_out()
             return
         is_ready = prepared is not None and prepared.optimizers == optimizers
         if progress.phase is not _IN_PASS:  # in a loop of the recipe's own each call is a step
@@ -441,6 +441,13 @@ class TrainStep:
             progress.step,
             progress.window.number,
         )
+
+    def _leave_step_out(self) -> None:
+        """Tell the strategy that no optimizer steps, unless it was told before the recipe's own
+        ``optimizers_step``.
+        """
+        if self._prepared is None or self._prepared.optimizers:
+            self.context.strategy.leave_step_out()
 
     @contextlib.contextmanager
     def final_gradients(self, brain: StepHooks) -> Iterator[None]:

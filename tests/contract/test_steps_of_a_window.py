@@ -14,10 +14,21 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import ddpkit
+from ddpkit.brain import run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import NonFiniteLossError
-from tests.recipes import QUIET, Killed, Poisoned, Regression, assert_same, linear, points, sgd
+from tests.recipes import (
+    QUIET,
+    Killed,
+    Poisoned,
+    Regression,
+    assert_same,
+    linear,
+    make,
+    points,
+    sgd,
+)
 
 from .test_schedules import torch_rates
 
@@ -216,3 +227,22 @@ def test_each_step_of_a_loop_of_the_recipes_own_counts():
     brain = Own({"net": linear()}, sgd(), None, QUIET)
     fit(brain, [1])
     assert brain.optimizer_step == 10
+
+
+class NothingSteps(Regression):
+    """Has an ``optimizers_step`` of its own, and every optimizer is frozen."""
+
+    def freeze_optimizers(self, optimizers):
+        return {}
+
+    def optimizers_step(self):
+        super().optimizers_step()
+
+
+def test_a_window_in_which_no_optimizer_steps_is_left_out_once(monkeypatch):
+    brain = make(NothingSteps)
+    left_out = []
+    strategy = run_of(brain).context.strategy
+    monkeypatch.setattr(strategy, "leave_step_out", lambda: left_out.append(brain.step))
+    brain.fit([1], points(4), train_loader_kwargs={"batch_size": 2})
+    assert left_out == [1, 2]

@@ -6,6 +6,7 @@ import pytest
 
 from ddpkit import Stage, parts
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.control.failure import is_shown_without_traceback
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.parts import EarlyStopping
@@ -194,5 +195,8 @@ def test_an_argument_that_cannot_be_used_is_refused(arguments, words):
 def test_a_score_that_is_not_logged_is_named_with_those_that_are():
     with pytest.raises(ConfigError, match="'accuracy' was not logged.*has logged score"):
         epochs((1, 2), metric="accuracy")
-    with pytest.raises(ConfigError, match=r"has logged score\. Did you mean 'score'\? Call"):
+    with pytest.raises(
+        ConfigError, match=r"has logged score\. Did you mean 'score'\? Call"
+    ) as found:
         epochs((1, 2), metric="scor")
+    assert is_shown_without_traceback(found.value)

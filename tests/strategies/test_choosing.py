@@ -259,3 +259,11 @@ def test_a_module_that_fails_where_it_is_imported_is_told_with_its_line(tmp_path
     )
     with pytest.raises(ConfigError, match=words):
         new_strategy("fails_to_import:Own")
+
+
+def test_what_does_not_go_with_a_hook_of_ddp_does_not_go_with_local_sgd():
+    """It is a hook of DDP, whose refusals hold for it, too."""
+    local = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 2}
+    options = RunOptions(**local, auto_micro_batch=True, global_batch_size=4)
+    with pytest.raises(ConfigError, match="does not work with auto_micro_batch"):
+        new_strategy("local_sgd").check(options, has_own_fit_batch=False)

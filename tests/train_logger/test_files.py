@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ddpkit.train_logger import (
     TensorboardLogger,
 )
 from ddpkit.train_logger.event_files import EVENT_FILES, events_after
+from ddpkit.train_logger.step_file import StandingRows
 from tests.disks import fill, mounted
 from tests.train_logger.recipes import ENDS, KILLED, NEWEST, STEPS, SavesFirst, train
 from tests.unit.test_train_logger import scalars
@@ -430,3 +432,12 @@ def test_elements_of_a_list_are_counted_and_stay_after_a_restart(tmp_path):
     second.log_stats({}, {"losses": [0.5]})
     second.close()
     assert scalars(tmp_path / "board")["losses/train"] == [(1, 3.0), (2, 2.0), (3, 1.0), (4, 0.5)]
+
+
+def test_a_row_that_is_gone_from_the_file_needs_no_room():
+    """Somebody has taken it out while the run went on."""
+    kind = SimpleNamespace(names_of=lambda _: frozenset({"loss"}), step_of=lambda _: 4)
+    standing = StandingRows(kind, ["a", "b"], known=1, step=4)
+    assert standing.has(4, frozenset({"loss"}))
+    assert standing.without(["a"], frozenset({"loss"})) == ["a"]
+    assert not standing.has(4, frozenset({"loss"}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpkit.checkpointing import DIRECTORY_PREFIX, read_checkpoint
+from ddpkit.checkpointing import DIRECTORY_PREFIX, SAVED_AT, ends_epoch, read_checkpoint
 from ddpkit.errors import CheckpointError
 from ddpkit.run import NO_METRICS
 from ddpkit.see.report.history import RunHistory
@@ -92,7 +92,7 @@ def _epoch_text(facts: Any) -> str:
     epoch = facts.get("epoch")
     if epoch is None:
         return ""
-    is_end = facts.get("end_of_epoch", facts.get("end-of-epoch", True))
+    is_end = facts.get("end_of_epoch", ends_epoch(facts))
     return f"end of {epoch}" if is_end else f"in {epoch}"
 
 
@@ -116,6 +116,6 @@ def _add_meta(row: CheckpointRow, path: Path) -> None:
     except CheckpointError as error:
         row.fault = str(error)
         return
-    row.time = row.time or number_of(meta.get("unixtime"))
+    row.time = row.time or number_of(meta.get(SAVED_AT))
     row.epoch = row.epoch or _epoch_text(meta)
     row.results = row.results or _results(meta)

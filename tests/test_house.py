@@ -64,19 +64,19 @@ RATCHETS = {
 
 # The modules that name a feature: one that comes in again would hide behind those with more.
 NAMED_AT_MOST = {
-    "averaged weights": 7,
+    "averaged weights": 6,
     "local SGD": 4,
     "comm hooks": 12,
     "virtual ranks": 6,
-    "auto_micro_batch": 7,
+    "auto_micro_batch": 6,
     "prefetch": 3,
-    "profiler": 17,
+    "profiler": 16,
     "lr_scaling": 7,
     "late steps": 13,
     "gc_interval": 3,
     "zero1": 10,
     "schedule": 8,
-    "looped": 11,
+    "looped": 5,
     "compile": 3,
     "checkpointing of blocks": 6,
 }

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ddpkit.checkpoints import safe_load
+from tests.cells import some_of
 from tests.examples.pages import BLOCK, run, sessions
 from tests.launching import Run, python, torchrun
 
@@ -129,18 +130,19 @@ def test_the_loop_of_ones_own_with_more_processes_than_samples_in_a_batch(tmp_pa
     assert stats(folder / "one") == pytest.approx(stats(folder / "three"), rel=1e-4)
 
 
-def test_a_second_start_has_nothing_to_train(tmp_path):
-    for name in ("gan", "language_model", "own_loop", "stream", "tagging"):
-        folder = copy_of(name, tmp_path)
-        for number in (1, 2):
-            words = (*COMMAND, "--number_of_epochs=1")
-            ended = Run(python(*words), folder, name=f"run{number}", warm=True).wait()
-            assert ended.code == 0, ended.tail()
-        assert "nothing is left to train" in ended.err, name
-        assert (
-            len([stage for stage in stages(folder / "results" / "1234") if stage[0] == "TRAIN"])
-            <= 1
-        ), name
+@pytest.mark.parametrize(
+    "name",
+    some_of(["gan", "language_model", "own_loop", "stream", "tagging"], ["gan", "own_loop"]),
+)
+def test_a_second_start_has_nothing_to_train(name, tmp_path):
+    folder = copy_of(name, tmp_path)
+    for number in (1, 2):
+        words = (*COMMAND, "--number_of_epochs=1")
+        ended = Run(python(*words), folder, name=f"run{number}", warm=True).wait()
+        assert ended.code == 0, ended.tail()
+    assert "nothing is left to train" in ended.err
+    trained = [stage for stage in stages(folder / "results" / "1234") if stage[0] == "TRAIN"]
+    assert len(trained) <= 1
 
 
 def test_bf16_trains_the_language_model(tmp_path):

@@ -197,7 +197,7 @@ def test_epochs_of_one_step_cannot_be_measured_and_say_so(scale):
 
 @pytest.mark.slow
 def test_no_process_and_no_file_stays_after_a_signal(scale):
-    run = scale("never ends", "--nproc=2", warm=False)
+    run = scale("never ends", "--nproc=2")
     assert wait_until((run.folder / "told").exists, 60)
     run.signal(signal.SIGTERM)
     run.wait(20)

@@ -145,7 +145,7 @@ def rendezvous_address(
         >>> rendezvous_address({"MASTER_PORT": "29500"}, "node1", "slurm 77.0")
         {'address': 'node1', 'port': 29500, 'run_id': ''}
     """
-    address = environ.get("MASTER_ADDR") or address
+    address = given_address(environ) or address
     if environ.get("MASTER_PORT"):
         port = given_port(environ)
         if not port:
@@ -173,6 +173,24 @@ def given_port(environ: Mapping[str, str]) -> int:
     """
     text = environ.get("MASTER_PORT", "")
     return int(text) if text.isdecimal() and int(text) < 1 << 16 else 0
+
+
+def given_address(environ: Mapping[str, str]) -> str:
+    """Return the user's or the agent's ``MASTER_ADDR``, or an empty string where it is missing.
+
+    Args:
+        environ: the environment.
+
+    Returns:
+        The address; that of IPv6 without brackets, which are for an address with a port.
+
+    Example:
+        >>> given_address({"MASTER_ADDR": "[::1]"}), given_address({"MASTER_ADDR": " "})
+        ('::1', '')
+    """
+    address = environ.get("MASTER_ADDR", "").strip()
+    is_in_brackets = address.startswith("[") and address.endswith("]")
+    return address[1:-1] if is_in_brackets else address
 
 
 # -------------------------------------------------------------------------------- words and numbers
@@ -319,7 +337,7 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
         **place,
         node_rank=count(environ, "GROUP_RANK", node_rank),
         restart_count=count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        address=environ.get("MASTER_ADDR", ""),
+        address=given_address(environ),
         port=given_port(environ),
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         own_devices=PARITY in environ,  # these ranks share a GPU where there are not enough
@@ -361,7 +379,7 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     )
     run_id = f"slurm {job} {environ.get('SLURM_RESTART_COUNT', '0')}"
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    address = environ.get("MASTER_ADDR") or (LOOPBACK if tasks == on_node else _first_host(nodes))
+    address = given_address(environ) or (LOOPBACK if tasks == on_node else _first_host(nodes))
     place |= rendezvous_address(environ, address, run_id)
     binding = environ.get("SLURM_GPU_BIND", "")
     per_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
@@ -492,11 +510,16 @@ def find_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
     return info
 
 
+def _outer_launch(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """Return what launchers other than torch's say of this process, if one started it."""
+    return next(filter(None, (read(environ) for read in LAUNCHERS[1:])), None)
+
+
 def _is_rank_of_outer(environ: Mapping[str, str]) -> bool:
     """Say whether ``RANK`` and ``WORLD_SIZE`` alone are those that Slurm or MPI tells, as a job
     script exports them.
     """
-    other = next(filter(None, (read(environ) for read in LAUNCHERS[1:])), None)
+    other = _outer_launch(environ)
     told = (environ["RANK"], environ.get("WORLD_SIZE"))
     return other is not None and told == (str(other.rank), str(other.world_size))
 
@@ -530,7 +553,7 @@ def _check_outer(info: LaunchInfo, environ: Mapping[str, str]) -> None:
 
     More processes than the other launcher started are right: something starts several in each task.
     """
-    other = next(filter(None, (read(environ) for read in LAUNCHERS[1:])), None)
+    other = _outer_launch(environ)
     if other is None or info.world_size > other.world_size:
         return
     if info.world_size < other.world_size or info.rank != other.rank:

@@ -15,7 +15,7 @@ from ddpkit.base import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, LaunchError
 from ddpkit.launch.launcher_variables import NPROC
 from ddpkit.launch.launchers import describe_environment, find_launch, node_by_rank
-from ddpkit.launch.platforms import Node, find_node
+from ddpkit.launch.platforms import Node, find_node, met_at
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def node_to_start_on(environ: Mapping[str, str]) -> Node | None:
             f"{info.world_size}.\n{describe_environment(environ)}\n"
             "Use one of the two: leave --nproc out, or start the script with python alone."
         )
-    return find_node(environ) or Node(
+    node = Node(
         info.launcher,
         num_nodes=str(info.world_size),
         number_in="the launcher",
@@ -201,3 +201,4 @@ def node_to_start_on(environ: Mapping[str, str]) -> Node | None:
         address_in="MASTER_ADDR",
         port=str(info.port or ""),
     )
+    return find_node(environ) or met_at(environ, node)

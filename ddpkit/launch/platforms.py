@@ -53,6 +53,7 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # the next word is theirs
 _NPROC = re.compile(r"--nproc(=.*)?")
 _NUMBER_OF_NODES = re.compile(r"([0-9]+)(?::([0-9]+))?")
 _STATIC = "static"  # torchrun's rendezvous at the address of node 0
+_WORDS_FOR_PROCESSES = ("auto", "cpu", "gpu")  # what both torchrun and --nproc take for a number
 _LAST_PORT = 65535
 
 
@@ -74,6 +75,8 @@ class Node:
             nothing says it.
         meet_at: host and port where an elastic job meets; then neither address nor rank is needed.
         backend: torchrun's rendezvous there.
+        asks_torchrun: whether variables of torchrun ask for a rendezvous, which its options are to
+            override.
         told_by: the variable without which nothing says that there are several; empty:
             ``number_in``.
         is_rank_there: whether ``rank_in`` holds the number itself.
@@ -94,6 +97,7 @@ class Node:
     processes: str = ""
     meet_at: str = ""
     backend: str = "c10d"
+    asks_torchrun: bool = False
     told_by: str = ""
     is_rank_there: bool = True
 
@@ -138,6 +142,9 @@ class Node:
             raise self._wrong(f"{name}={self.rank!r} is not {wanted}")
         if self.port and not (self.port.isdecimal() and 1 <= int(self.port) <= _LAST_PORT):
             raise self._wrong(f"the port of node 0, {self.port!r}, is not from 1 to {_LAST_PORT}")
+        for address in (self.address, self.meet_at):
+            if not address.isprintable() or " " in address:
+                raise self._wrong(f"the address of node 0, {address!r}, is not one word")
         return self
 
     def _wrong(self, reason: str) -> LaunchError:
@@ -177,14 +184,13 @@ class Node:
         """
         words = [f"--nnodes={self.num_nodes}", f"--nproc_per_node={processes}"]
         if self.meet_at:
-            words += [f"--rdzv_backend={self.backend}", f"--rdzv_endpoint={self.meet_at}"]
-        else:
-            words += [
-                f"--node_rank={self.rank or '<number of this node>'}",
-                f"--master_addr={self.address or '<address of node 0>'}",
-                f"--master_port={self.port or DEFAULT_PORT}",
-            ]
-        return words
+            return [*words, f"--rdzv_backend={self.backend}", f"--rdzv_endpoint={self.meet_at}"]
+        words += [f"--node_rank={self.rank or '<number of this node>'}"]
+        address = self.address or "<address of node 0>"
+        port = self.port or DEFAULT_PORT
+        if self.asks_torchrun:
+            return [*words, f"--rdzv_backend={_STATIC}", f"--rdzv_endpoint={address}:{port}"]
+        return [*words, f"--master_addr={address}", f"--master_port={port}"]
 
 
 def _own_words() -> str:
@@ -218,12 +224,19 @@ def _positive(environ: Mapping[str, str], *names: str) -> str:
     return str(size(environ, *names) or "")
 
 
-def _met_at(environ: Mapping[str, str], node: Node) -> Node:
-    """Return the node with the user's address and port of node 0, which win over the platform's."""
+def met_at(environ: Mapping[str, str], node: Node) -> Node:
+    """Return the node with the user's address and port of node 0, which win over the platform's.
+
+    Args:
+        environ: the environment.
+        node: as its platform says.
+    """
+    asked = ("PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT")
     return dataclasses.replace(
         node,
-        address=environ.get("MASTER_ADDR") or node.address,
-        port=environ.get("MASTER_PORT") or node.port,
+        address=environ.get("MASTER_ADDR", "").strip() or node.address.strip(),
+        port=environ.get("MASTER_PORT", "").strip() or node.port.strip(),
+        asks_torchrun=any(environ.get(name, "").strip() for name in asked),
     )
 
 
@@ -236,6 +249,7 @@ def _kubeflow(environ: Mapping[str, str]) -> Node | None:
     """
     if not environ.get("PET_NNODES"):
         return None
+    processes = environ.get("PET_NPROC_PER_NODE", "")
     node = Node(
         "Kubeflow",
         num_nodes=environ["PET_NNODES"],
@@ -245,14 +259,25 @@ def _kubeflow(environ: Mapping[str, str]) -> Node | None:
         address=environ.get("PET_MASTER_ADDR", ""),
         address_in="PET_MASTER_ADDR",
         port=environ.get("PET_MASTER_PORT", ""),
-        processes=environ.get("PET_NPROC_PER_NODE", ""),
-        meet_at=environ.get("PET_RDZV_ENDPOINT", ""),
-        backend=environ.get("PET_RDZV_BACKEND") or "c10d",
+        processes=(
+            processes
+            if processes in _WORDS_FOR_PROCESSES
+            else _positive(environ, "PET_NPROC_PER_NODE")
+        ),
+        meet_at=environ.get("PET_RDZV_ENDPOINT", "").strip(),
+        backend=environ.get("PET_RDZV_BACKEND", "").strip() or "c10d",
     )
     if node.meet_at and node.backend == _STATIC:
-        address, _, port = node.meet_at.rpartition(":")
+        address, port = _host_and_port(node.meet_at)
         return dataclasses.replace(node, address=address, port=port, meet_at="")
     return node
+
+
+def _host_and_port(endpoint: str) -> tuple[str, str]:
+    """Part an endpoint at its last colon, as torchrun does; one without a port has an empty one."""
+    address, colon, port = endpoint.rpartition(":")
+    is_whole = not colon or endpoint.endswith("]")  # of an address of IPv6
+    return (endpoint, "") if is_whole else (address, port)
 
 
 def _skypilot(environ: Mapping[str, str]) -> Node | None:
@@ -473,7 +498,7 @@ def find_node(environ: Mapping[str, str]) -> Node | None:
         True
     """
     read = [node for read_node in PLATFORMS if (node := read_node(environ)) is not None]
-    told = [_met_at(environ, node).check() for node in read]
+    told = [met_at(environ, node).check() for node in read]
     several = [node for node in told if node.several]
     for other in several[1:]:
         first = several[0]
@@ -528,7 +553,7 @@ def numbers_nodes(environ: Mapping[str, str]) -> Node | None:
         return None
     # of a PyTorchJob WORLD_SIZE is the number of processes, though RANK is that of the pod
     own = find_node(environ) or _kubeflow(environ)
-    return own or node.check()
+    return own or met_at(environ, node).check()
 
 
 def refuse_lonely_node(environ: Mapping[str, str] | None = None) -> None:

@@ -253,6 +253,21 @@ def test_what_the_user_says_of_address_and_port_wins():
             find_launch({**SRUN, "MASTER_PORT": port})
 
 
+@pytest.mark.parametrize("environ", [SRUN, TORCHRUN], ids=["slurm", "torchrun"])
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [("[2001:db8::1]", "2001:db8::1"), ("2001:db8::1", "2001:db8::1"), (" node1\n", "node1")],
+)
+def test_an_address_is_taken_without_what_stands_around_it(environ, given, address):
+    """Brackets are for an address of IPv6 with a port; a job script may leave a blank."""
+    assert find_launch({**environ, "MASTER_ADDR": given}).address == address
+
+
+def test_an_address_of_blanks_is_none():
+    assert find_launch({**TORCHRUN, "MASTER_ADDR": " "}).address == ""
+    assert find_launch({**SRUN, "MASTER_ADDR": " "}).address == "gpu07"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -377,12 +377,51 @@ def test_nproc_of_an_elastic_job_meets_where_it_says(machine, started):
         "--rdzv_backend=etcd-v2",
         "--rdzv_endpoint=job-worker-0:23456",
     ]
-    static = {**environ, "PET_NNODES": "4", "PET_RDZV_BACKEND": "static", "PET_NODE_RANK": "3"}
-    assert started(static)[2:] == [
+
+
+@pytest.mark.parametrize(
+    ("changes", "met_at"),
+    [
+        ({"PET_RDZV_BACKEND": "static", "PET_RDZV_ENDPOINT": "job-0:23456"}, "job-0:23456"),
+        ({"PET_RDZV_BACKEND": "static", "PET_RDZV_ENDPOINT": "job-0"}, "job-0:29500"),
+        ({"PET_RDZV_BACKEND": "static", "PET_RDZV_ENDPOINT": "[::1]"}, "[::1]:29500"),
+        ({"PET_RDZV_BACKEND": "static", "PET_RDZV_ENDPOINT": "[::1]:5"}, "[::1]:5"),
+        (
+            {"PET_RDZV_BACKEND": "static", "PET_RDZV_ENDPOINT": "job-0:5", "MASTER_ADDR": "ib-0"},
+            "ib-0:5",
+        ),
+        ({"PET_RDZV_BACKEND": "static", "PET_MASTER_ADDR": "job-0"}, "job-0:29500"),
+        ({"PET_RDZV_BACKEND": "c10d", "PET_MASTER_ADDR": "job-0"}, "job-0:29500"),
+    ],
+)
+def test_torchruns_own_variables_do_not_have_the_nodes_meet_elsewhere(started, changes, met_at):
+    """torchrun reads them where its options say nothing: c10d without an endpoint is a meeting of
+    each node with itself.
+    """
+    environ = {"PET_NNODES": "4", "PET_NODE_RANK": "3", **changes}
+    assert started(environ)[2:] == [
         "--node_rank=3",
-        "--master_addr=job-worker-0",
-        "--master_port=23456",
+        "--rdzv_backend=static",
+        f"--rdzv_endpoint={met_at}",
     ]
+
+
+def test_other_platforms_override_the_rendezvous_of_an_image_too(started):
+    asked = {"PET_RDZV_BACKEND": "c10d"}
+    for platform, address in ((skypilot, "10.0.0.1:29500"), (node_level, "job-master-0:23456")):
+        options = started({**platform(2, 1, 8), **asked})
+        assert options[3:] == ["--rdzv_backend=static", f"--rdzv_endpoint={address}"]
+    [backend, endpoint] = started({**slurm(2, 1, 1), **asked})[3:]
+    assert backend == "--rdzv_backend=static"
+    assert re.fullmatch(r"--rdzv_endpoint=gpu07:[23]\d{4}", endpoint)
+
+
+@pytest.mark.parametrize("given", ["", "x", "0", "-1", "xpu"])
+def test_a_number_of_processes_that_is_none_is_not_advised(machine, given):
+    machine(4)
+    message = refused({**kubeflow(2, 1, 8), "PET_NPROC_PER_NODE": given})
+    assert "--nproc_per_node=4 " in message
+    assert "add --nproc=4 to it" in message
 
 
 @pytest.mark.parametrize(
@@ -451,6 +490,11 @@ def test_what_says_nothing_of_several_nodes(started, environ):
             "the port of node 0, '99999', is not from 1 to 65535",
         ),
         ({**skypilot(2, 1, 8), "MASTER_PORT": "x"}, "the port of node 0, 'x', is not from 1"),
+        (
+            {**dstack(2, 1, 8), "DSTACK_MASTER_NODE_IP": "10.0.0.1 10.0.0.2"},
+            "the address of node 0, '10.0.0.1 10.0.0.2', is not one word",
+        ),
+        ({**dstack(2, 1, 8), "MASTER_ADDR": "a\nb"}, r"the address of node 0, 'a\\nb', is not one"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' is not a number from 0 to 1, as WORLD_SIZE="),
         (
             {**skypilot(2, 1, 8), **dstack(3, 0, 8)},
@@ -480,6 +524,11 @@ def test_two_platforms_that_say_the_same_are_one(started):
             r"DSTACK_NODE_RANK \(the number of this node\), DSTACK_MASTER_NODE",
         ),
         ({**skypilot(2, 1, 8), "SKYPILOT_NODE_IPS": ""}, "SKYPILOT_NODE_IPS"),
+        ({**kubeflow(2, 1, 8), "PET_MASTER_ADDR": " "}, "PET_MASTER_ADDR"),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_RDZV_BACKEND": "static"},
+            "PET_MASTER_ADDR",
+        ),
         ({**sagemaker(2, 1, 8), "SM_CURRENT_HOST": ""}, "SM_CURRENT_HOST"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
         ({"LEPTON_JOB_TOTAL_WORKERS": "2", "LEPTON_JOB_WORKER_INDEX": "0"}, "LEPTON_JOB_NAME"),

@@ -387,6 +387,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         """
         misspelt = _warn_of_misspelt({**(hparams or {}), **self})
         _warn_of_unread(name for name in self if name not in misspelt)
+        _warn_of_late(hparams or {})
         from_yaml = {name: (hparams or {})[name] for name in RUN_OPTIONS if name in (hparams or {})}
         from_yaml.pop("param_file", None)
         if from_yaml:
@@ -440,6 +441,18 @@ def _warn_of_unread(names: Iterable[str]) -> None:
         logger.warning_once(
             f"run_opts: no run option is named {', '.join(map(repr, unread))}. ddpkit reads no "
             "such key; your own code may."
+        )
+
+
+def _warn_of_late(hparams: Mapping[str, Any]) -> None:
+    """Warn of keys of the YAML that are options on the command line alone, where a process is the
+    only one.
+    """
+    late = [name for name in _ON_THE_COMMAND_LINE_ALONE if name in hparams]
+    if late and not find_launch().is_distributed:
+        logger.warning_once(
+            f"The YAML has {', '.join(late)}, which starts no processes: this one was there before "
+            f"it was read. Give --{late[0]}=N on the command line, or rename a key of your own."
         )
 
 

@@ -23,6 +23,7 @@ _PLAIN = re.compile(r"[\w./=@%+,:~-]+", re.ASCII)
 _DOUBTFUL = re.compile(r"[-+.]?[.\d]|[yn]$", re.IGNORECASE)
 # these end a line in YAML, or are refused there
 _NOT_PLAIN_IN_QUOTES = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff]")
+_NPROC = re.compile(r"--nproc(=.*)?", re.DOTALL)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -51,10 +52,20 @@ def recipe_command(options: argparse.Namespace, arguments: Sequence[str]) -> lis
         options: with ``script`` and ``hparams``, which may be None.
         arguments: of the recipe.
 
+    Raises:
+        ConfigError: they would start processes a second time.
+
     Example:
         >>> recipe_command(argparse.Namespace(script="train.py", hparams=None), ["--lr=0.1"])
         ['train.py', '--lr=0.1']
     """
+    starts_again = next(filter(_NPROC.fullmatch, arguments), None)
+    if starts_again is not None:
+        raise ConfigError(
+            f"{starts_again}, after --: torchrun starts the processes of each node in this job, "
+            "and refuses to start each of them again. Leave it out; --nproc-per-node says how many "
+            "there are."
+        )
     return [options.script, *([options.hparams] if options.hparams else []), *arguments]
 
 

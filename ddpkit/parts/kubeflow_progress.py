@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from ddpkit.distributed import if_main_process
 from ddpkit.errors import ConfigError
@@ -55,7 +55,7 @@ class KubeflowProgress(Part):
         seconds: from one post to the next, at least 5. The end of a validation is posted, too.
 
     Raises:
-        ConfigError: ``seconds`` cannot be used.
+        ConfigError: ``seconds`` cannot be used; in ``fit``, the controller's address is none.
 
     Ranks: all; the main process posts.
 
@@ -87,7 +87,7 @@ class KubeflowProgress(Part):
         url = os.environ.get(URL)
         if not url:
             return {"progress": f"not posted to Kubeflow: {URL} is not set"}
-        return {"progress": f"to {urlsplit(url).netloc}, every {self.seconds:g} s"}
+        return {"progress": f"to {place_of(url).netloc}, every {self.seconds:g} s"}
 
     @contextlib.contextmanager
     def around_fit(self, brain: Any) -> Iterator[None]:
@@ -107,6 +107,7 @@ class KubeflowProgress(Part):
         self._began_at = self._part_done(brain) or 0.0
         url = os.environ.get(URL)
         if url and if_main_process():
+            place_of(url)
             server = StatusServer(url, os.environ.get(CA_CERTIFICATE), os.environ.get(TOKEN))
             self._poster = LatestPoster("Kubeflow Trainer", server.post, pause=LEAST_SECONDS)
             self._offer(brain)
@@ -205,7 +206,7 @@ class StatusServer:
         Raises:
             OSError: the server is not there, or does not take it.
         """
-        place = urlsplit(self.url)
+        place = place_of(self.url)
         connection: http.client.HTTPConnection
         if place.scheme == "https":
             context = ssl.create_default_context(cafile=self.ca_certificate)
@@ -224,6 +225,36 @@ class StatusServer:
             text = answer.read(2000).decode("utf-8", "replace")
             if answer.status != http.HTTPStatus.OK:
                 raise OSError(f"{self.url} answers {answer.status} {answer.reason}: {text[:200]}")
+
+
+def place_of(url: str) -> SplitResult:
+    """Part the controller's address.
+
+    Args:
+        url: of the job's status.
+
+    Raises:
+        ConfigError: it is no address that can be posted to.
+
+    Ranks: local.
+
+    Example:
+        >>> place_of("https://controller:10443/status").netloc
+        'controller:10443'
+    """
+    try:
+        place = urlsplit(url)
+        is_address = place.scheme in {"http", "https"} and bool(place.hostname)
+        is_address = is_address and place.port != 0  # a port that is none raises
+    except ValueError:
+        is_address = False
+    if not is_address or " " in url or not url.isprintable():
+        raise ConfigError(
+            f"{URL}={url!r} is no address, such as https://HOST:PORT/PATH. Kubeflow Trainer's "
+            "controller sets it; unset it to train without its progress, or take KubeflowProgress "
+            "out of the parts."
+        )
+    return place
 
 
 def status(

@@ -242,6 +242,8 @@ def test_a_recipe_of_the_image_is_given_by_an_absolute_path(recipe, write):
         ((*USUAL, f"--job-name={'a' * 41}"), "and have 40 at most"),
         ((*USUAL, "--env=NCCL_DEBUG"), "is no variable. Give --env NAME=VALUE"),
         ((*USUAL, "--env=PET_NNODES=4"), "PET_NNODES is set by the controller"),
+        ((*USUAL, "--", "--lr=1", "--nproc=4"), "--nproc=4, after --: torchrun starts the process"),
+        ((*USUAL, "--", "--nproc", "gpu"), "--nproc, after --: torchrun starts the processes"),
     ],
 )
 def test_what_cannot_work_is_refused(recipe, words, message):

@@ -232,6 +232,31 @@ def test_outside_of_a_train_job_nothing_is_posted(monkeypatch):
     assert row == "not posted to Kubeflow: KUBEFLOW_TRAINER_SERVER_URL is not set"
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "controller",
+        "http://[::1",
+        "https://controller:port/status",
+        "https://controller:99999/status",
+        "ftp://controller/status",
+        "https:///status",
+        "https://controller/a b",
+        "https://controller\n/status",
+    ],
+)
+def test_an_address_that_is_none_is_said_before_the_training(monkeypatch, url):
+    monkeypatch.setenv(kubeflow_progress.URL, url)
+    told = f"KUBEFLOW_TRAINER_SERVER_URL={url!r} is no address, such as https://HOST:PORT/PATH"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        fit()
+    brain = SimpleNamespace(total_steps=10, optimizer_step=0, logged={}, avg_train_loss=0.5)
+    part = KubeflowProgress()
+    with part.around_fit(brain), pytest.raises(ConfigError, match=re.escape(told)):
+        part.on_fit_start(brain)
+    assert threads_of_ours() == []
+
+
 class Fails(Regression):
     def on_stage_end(self, stage, stage_loss, epoch=None):
         raise KeyError("the recipe fails")

@@ -332,6 +332,18 @@ def test_a_key_of_run_opts_is_looked_at_too(caplog):
     )
 
 
+def test_a_number_of_processes_in_the_yaml_comes_too_late(caplog, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    RunOptions(device="cpu").resolved({"nproc": 2})
+    assert not any("nproc" in message for message in caplog.messages)  # started by something else
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    RunOptions(device="cpu").resolved({"nproc": 2})
+    told = "The YAML has nproc, which starts no processes: this one was there before it was read. "
+    assert any(message.startswith(told) for message in caplog.messages)
+
+
 def test_keys_of_run_opts_that_are_no_option_are_named(caplog):
     """Each once, beside those of the recipe's own YAML, which are not named."""
     given = {"device": "cpu", "gradient_clipping": 1, "nproc": 2, "precison": "bf16", "jit": False}

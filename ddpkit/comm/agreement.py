@@ -430,6 +430,41 @@ def compare_over_store(
         raise RankMismatchError(message)
 
 
+def tell_all_ranks(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int,
+    own: Any,
+    seconds: float,
+) -> list[Any]:
+    """Return what each rank says: rank 0 collects it, and all read its list.
+
+    Args:
+        store: with a name of this attempt.
+        name: of the keys in it.
+        rank: this process.
+        world_size: number of processes.
+        own: what this rank says, as JSON has it.
+        seconds: how long to wait for the others.
+
+    Raises:
+        LaunchError: a rank joined the run and does not answer.
+
+    Ranks: collective.
+    """
+    end = time.monotonic() + seconds
+    store.set(f"{name}/{rank}", json.dumps(own))
+    if rank == 0:
+        told = [
+            json.loads(_get(store, f"{name}/{other}", end, other)) for other in range(world_size)
+        ]
+        store.set(name, json.dumps(told))
+        return told
+    found: list[Any] = json.loads(_get(store, name, end, 0))
+    return found
+
+
 def _get(
     store: Store,
     key: str,

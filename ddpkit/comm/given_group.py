@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import FailureReport, host_name, this_place
-from ddpkit.comm.agreement import code_facts, compare_over_store, poll_until, software_facts
+from ddpkit.comm.agreement import (
+    code_facts,
+    compare_over_store,
+    poll_until,
+    software_facts,
+    tell_all_ranks,
+)
 from ddpkit.comm.group_end import guard_group
 from ddpkit.comm.mailbox import CONNECTION_TAG, Runtime, control_group, get_runtime
 from ddpkit.comm.node_size import learn_node_size
@@ -70,7 +76,7 @@ def watch_given_group(run_opts: Mapping[str, Any]) -> None:
     report = FailureReport(store, info.rank, info.world_size)
     watchdog = start_watchdog(report, info, [], f"{info.address}:{info.port}", hang_timeout)
     with watched_start(report, watchdog, hosts=hosts):
-        launchers, machines = _told_starts(store, info)
+        launchers, machines = _told_starts(store, info, seconds)
         here = machines[info.rank]
         near = tuple(rank for rank, machine in enumerate(machines) if machine == here)
         watchdog.heartbeat.neighbours = [rank for rank in near if rank != info.rank]
@@ -78,7 +84,7 @@ def watch_given_group(run_opts: Mapping[str, Any]) -> None:
             facts = {**software_facts(), **code_facts()}
             compare_over_store(store, info.rank, info.world_size, facts, seconds)
         if len(set(launchers)) == 1:  # the variables may be of some ranks alone: spawned by one
-            learn_node_size(store, info)
+            learn_node_size(store, info, seconds)
         watchdog.group_has_ended = lambda: not _is_current(runtime)
         runtime.take_report(report)
         runtime.watchdog = watchdog
@@ -133,7 +139,7 @@ def _meet(given: dist.Store, info: LaunchInfo, seconds: float) -> tuple[dist.Sto
         store = dist.PrefixStore(name, given)
         if info.port or info.world_size == 1:
             return store, info
-        return _own_store(store, info, end, awaiting)
+        return _own_store(store, info, end, timedelta(seconds=seconds), awaiting)
     except dist.DistNetworkError as error:
         raise LaunchError(
             f"rank {info.rank} has lost the store of the process group at "
@@ -169,10 +175,13 @@ def _own_store(
     given: dist.Store,
     info: LaunchInfo,
     end: float,
+    timeout: timedelta,
     awaiting: Awaiting,
 ) -> tuple[dist.Store, LaunchInfo]:
-    """Have rank 0 host a store, at any free port, and the others connect to it."""
-    timeout = timedelta(seconds=end - time.monotonic())
+    """Have rank 0 host a store, at any free port, and the others connect to it.
+
+    Its own limit is the whole one: it serves the run, whatever time the ranks took to come.
+    """
     if info.rank == 0:
         hosted = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         given.set(ADDRESS, json.dumps([this_place(), host_name(), hosted.port]))
@@ -190,19 +199,22 @@ def _hosted_by_main(info: LaunchInfo, address: str, port: int) -> LaunchInfo:
 def _told_address(given: dist.Store, end: float, awaiting: Awaiting) -> tuple[Any, str, int]:
     for _ in poll_until(end):
         if given.check([ADDRESS]):
-            break
+            place, host, port = json.loads(given.get(ADDRESS))
+            return place, host, port
         awaiting.look([0])
-    place, host, port = json.loads(given.get(ADDRESS))
-    return place, host, port
+    raise LaunchError(
+        "rank 0 joined the run, and has not said where its store is. Look into its output. "
+        "--distributed_timeout_minutes says how long to wait."
+    )
 
 
-def _told_starts(store: dist.Store, info: LaunchInfo) -> tuple[list[str], list[list[str]]]:
-    """Return the launcher and the machine of each rank: rank 0 collects what the ranks say, and all
-    read its list.
-    """
-    store.set(f"{STARTS}/{info.rank}", json.dumps([info.launcher, this_place()]))
-    if info.rank == 0:
-        told = [json.loads(store.get(f"{STARTS}/{rank}")) for rank in range(info.world_size)]
-        store.set(STARTS, json.dumps(told))
-    launchers, machines = zip(*json.loads(store.get(STARTS)), strict=True)
+def _told_starts(
+    store: dist.Store,
+    info: LaunchInfo,
+    seconds: float,
+) -> tuple[list[str], list[list[str]]]:
+    """Return the launcher and the machine of each rank."""
+    own = [info.launcher, list(this_place())]
+    told = tell_all_ranks(store, STARTS, info.rank, info.world_size, own, seconds)
+    launchers, machines = zip(*told, strict=True)
     return list(launchers), list(machines)

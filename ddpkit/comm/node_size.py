@@ -6,9 +6,10 @@ difference of those two is the first rank of the node: ranks that have the same 
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING
+
+from ddpkit.comm.agreement import tell_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
 FIRSTS = "ddpkit/first_on_node"
 
 
-def learn_node_size(store: Store, info: LaunchInfo) -> None:
+def learn_node_size(store: Store, info: LaunchInfo, seconds: float) -> None:
     """Set ``LOCAL_WORLD_SIZE``, and ``GROUP_RANK`` where no variable numbers the node, as torchrun
     does.
 
     Args:
         store: of this attempt.
         info: the place of this process.
+        seconds: how long to wait for the others.
+
+    Raises:
+        LaunchError: a rank does not say where it is.
 
     Ranks: collective, of those that torch's variables alone have placed; others return at once.
 
@@ -33,22 +38,12 @@ def learn_node_size(store: Store, info: LaunchInfo) -> None:
     if info.launcher != "environment" or info.world_size == 1:
         return
     own = info.first_on_node
-    firsts = _told_by_all(store, info, own)
+    firsts = tell_all_ranks(store, FIRSTS, info.rank, info.world_size, own, seconds)
     if not _are_node_by_node(firsts):
         return  # nothing tells where they are; so all ranks find
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(firsts.count(own)))
     if "NODE_RANK" not in os.environ:
         os.environ.setdefault("GROUP_RANK", str(sorted(set(firsts)).index(own)))
-
-
-def _told_by_all(store: Store, info: LaunchInfo, own: int) -> list[int]:
-    """Return what each rank says: rank 0 collects it, and all read its list."""
-    store.set(f"{FIRSTS}/{info.rank}", str(own))
-    if info.rank == 0:
-        told = [int(store.get(f"{FIRSTS}/{rank}")) for rank in range(info.world_size)]
-        store.set(FIRSTS, json.dumps(told))
-    firsts: list[int] = json.loads(store.get(FIRSTS))
-    return firsts
 
 
 def _are_node_by_node(firsts: list[int]) -> bool:

@@ -88,7 +88,7 @@ def init_group(run_opts: Mapping[str, Any]) -> None:
                 facts,
                 timeout.total_seconds(),
             )
-        learn_node_size(store, info)
+        learn_node_size(store, info, timeout.total_seconds())
         claim_device(store, info, device)
         _join(report, info, backend, device, timeout)
         runtime = get_runtime(report)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ddpkit.checkpointing.record_sizes import check_record_sizes, torch_compares_itself
 from ddpkit.checkpointing.storage import BLOCK_BYTES
 from ddpkit.errors import CheckpointError
 
@@ -56,6 +57,8 @@ def safe_load(
         {'step': 3}
     """
     try:
+        if not torch_compares_itself():
+            check_record_sizes(path)
         mapped = mmap and _can_be_mapped(path)
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except Exception as error:

@@ -59,17 +59,22 @@ def begin(root: Path, version: str) -> None:
     if UNRELEASED not in text:
         raise ValueError("the changelog has no section 'Unreleased'.")
     today = datetime.now(timezone.utc).date().isoformat()
-    changelog.write_text(
-        text.replace(UNRELEASED, f"{UNRELEASED}\n## {version} ({today})\n", 1), encoding="utf-8"
-    )
-    source = init.read_text(encoding="utf-8")
-    citation = root / "CITATION.cff"
-    citation.write_text(
-        CITED.sub(f"version: {version}", citation.read_text(encoding="utf-8")), encoding="utf-8"
-    )
-    init.write_text(
-        VERSION_LINE.sub(f'__version__ = "{version}"', source, count=1), encoding="utf-8"
-    )
+    cited = root / "CITATION.cff"
+    written = {  # all of it before the first file is changed
+        changelog: text.replace(UNRELEASED, f"{UNRELEASED}\n## {version} ({today})\n", 1),
+        cited: _replaced(cited, CITED, f"version: {version}"),
+        init: _replaced(init, VERSION_LINE, f'__version__ = "{version}"'),
+    }
+    for path, content in written.items():
+        path.write_text(content, encoding="utf-8")
+
+
+def _replaced(path: Path, pattern: re.Pattern[str], line: str) -> str:
+    """Return the text of a file with another line in the place of its only one of this pattern."""
+    content, number = pattern.subn(line, path.read_text(encoding="utf-8"))
+    if number != 1:
+        raise ValueError(f"{path.name} has {number} lines such as {line!r}, and should have one.")
+    return content
 
 
 def check(root: Path, tag: str) -> None:

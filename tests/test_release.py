@@ -80,6 +80,25 @@ def test_a_release_that_is_not_ready_is_refused(release, capsys, words, message)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "number"),
+    [
+        ("CITATION.cff", "version: ", "release: ", 0),
+        ("CITATION.cff", "license: ", "version: 1\nlicense: ", 2),
+        ("ddpkit/__init__.py", "__version__ = ", "VERSION = ", 0),
+    ],
+)
+def test_a_version_that_would_stay_behind_is_told_before_a_file_changes(
+    release, tmp_path, capsys, name, old, new, number
+):
+    path = tmp_path / name
+    path.write_text(path.read_text().replace(f"\n{old}", f"\n{new}"))
+    before = {path: path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()}
+    assert release("begin", "0.2.0") == 1
+    assert f"{path.name} has {number} lines such as " in capsys.readouterr().err
+    assert {path: path.read_text() for path in before} == before
+
+
 def test_a_wrong_command_shows_the_help(release, capsys):
     assert release("begin") == 2
     assert ".ci/release.py begin 0.2.0" in capsys.readouterr().err

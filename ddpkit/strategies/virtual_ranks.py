@@ -266,6 +266,18 @@ class VirtualRanks(Strategy):
                     "sparse gradients. Use nn.BatchNorm; leave sparse out."
                 )
 
+    def _require_own_elements(self) -> None:
+        for name in self._buffers:
+            buffer = self._buffer(name)
+            strides = buffer.stride() if buffer.layout is torch.strided else ()
+            if any(n > 1 and not step for n, step in zip(buffer.shape, strides, strict=False)):
+                raise ConfigError(
+                    f"virtual_ranks={self.virtual_ranks}: the buffer {name!r} has several elements "
+                    "at one place in memory, as expand makes it, so no value can be put back there "
+                    "for the next virtual rank. Register buffer.clone(), or register it with "
+                    "persistent=False if nothing changes it."
+                )
+
     def begin_epoch(self, modules: nn.ModuleDict) -> None:
         """Take note of the parameters, also of frozen ones, and of the buffers."""
         self._parameters = list(modules.parameters())
@@ -279,6 +291,7 @@ class VirtualRanks(Strategy):
             )
             for name in names
         }
+        self._require_own_elements()
         wide = wide_number(0.0, self.device)
         moves = [
             wide.to(self._widened(buffer)).expand(buffer.shape)

@@ -670,6 +670,23 @@ def test_torchs_error_about_a_kernel_that_is_not_deterministic_names_the_option(
     assert "leave --virtual_ranks out" in words
 
 
+class Expanded(nn.Linear):
+    """Has a buffer whose elements are all one."""
+
+    def __init__(self, *, persistent):
+        super().__init__(CLASSES, CLASSES)
+        self.register_buffer("scale", torch.ones(1).expand(CLASSES), persistent=persistent)
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.scale
+
+
+def test_a_buffer_with_several_elements_at_one_place_is_refused_by_name():
+    words = refused(head=lambda: Expanded(persistent=True))
+    assert ".scale' has several elements at one place in memory, as expand makes it" in words
+    train(head=lambda: Expanded(persistent=False))  # no value of it is kept for a step
+
+
 class Unsaved(Classifier):
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         raise CheckpointError("cannot save /deterministic/run: the disk is full.")

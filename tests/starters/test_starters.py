@@ -114,9 +114,15 @@ def pids(folder):
 
 
 def train_kill_and_go_on(
-    folder, command, weights_of_one, *, logs=lambda run: run.out + run.err, words=DISAPPEARED
+    folder,
+    command,
+    weights_of_one,
+    *,
+    logs=lambda run: run.out + run.err,
+    words=DISAPPEARED,
+    warm_again=False,
 ):
-    """For starters that do not start again by themselves."""
+    """For starters that do not start again by themselves; the second start may be a warm one."""
     prepare(folder)
     hold(folder)
     run = Run(command, folder, OWN)
@@ -126,7 +132,7 @@ def train_kill_and_go_on(
     assert run.code != 0
     assert_names(logs(run), pid, words)
     first = pids(folder)
-    run = Run(command, folder, OWN, name="again").wait(120)
+    run = Run(command, folder, OWN, name="again", warm=warm_again).wait(120)
     assert run.code == 0, run.out + run.err
     assert_went_on(folder, first, weights_of_one)
 
@@ -196,7 +202,7 @@ def test_accelerate_launch(tmp_path, weights_of_one):
     [words] = re.findall(r"^accelerate (launch .*)$", PAGE.read_text(), re.MULTILINE)
     port = f"--main_process_port={free_port()}"
     command = [str(BIN / "accelerate"), *words.replace("launch", f"launch {port}", 1).split()]
-    train_kill_and_go_on(tmp_path, command, weights_of_one)
+    train_kill_and_go_on(tmp_path, command, weights_of_one, warm_again=True)
 
 
 def test_torchrun_with_the_variables_of_kubeflow(tmp_path, weights_of_one):

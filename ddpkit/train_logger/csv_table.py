@@ -8,12 +8,15 @@ import io
 import os
 from typing import TYPE_CHECKING, Any
 
+from ddpkit.base import writing
 from ddpkit.errors import ConfigError
+from ddpkit.reporting import append
 from ddpkit.train_logger.step_axis import flat
 from ddpkit.train_logger.step_file import STEP, RowKind, StepFileLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from ddpkit.reporting import Stats
 
@@ -25,8 +28,9 @@ LONGEST = 2**31 - 1  # characters of a value; the C long of some systems has no 
 class CSVTrainLogger(StepFileLogger[TableRow]):
     """Writes a table with one row per call: ``epoch,optimizer_step,train_loss,valid_loss``.
 
-    A name that comes later gets a column of its own, which is empty in the rows before. The file
-    is written anew in one piece at each call, so it is whole whenever a run is killed. A run that
+    A name that comes later gets a column of its own, which is empty in the rows before: the file is
+    written anew then. Else the row is added at its end. Both are done in one piece, so the table is
+    whole whenever a run is killed. A run that
     goes on from a checkpoint takes out the rows of later steps: it writes them again.
 
     Args:
@@ -64,6 +68,11 @@ class CSVTrainLogger(StepFileLogger[TableRow]):
         self._has_written = True
         row = flat({**meta, **self._step_now()}, stages, "_")
         self._file.make_room(row.get(STEP), _names(row))
+        with writing(self._file.name):
+            columns = _columns_that_go_on(self._file.path)
+            if row.keys() <= columns.keys():
+                append(self._file.path, _lines([row], columns))
+                return
         rows = self._file.rows()
         self._file.replace([*rows, row], rows)
 
@@ -95,11 +104,8 @@ class _TableRows(RowKind[TableRow]):
     def render(self, rows: Sequence[TableRow], before: Sequence[TableRow]) -> bytes:
         # a table without rows keeps its first line
         columns = dict.fromkeys(name for row in (rows or before) for name in row)
-        text = io.StringIO(newline="")
-        table = csv.DictWriter(text, [*columns], lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-        return text.getvalue().encode("utf-8", errors="backslashreplace")
+        first = dict(zip(columns, columns, strict=True))
+        return _lines([first, *rows], columns).encode("utf-8", errors="backslashreplace")
 
     def step_of(self, row: TableRow) -> int | None:
         number = row.get(STEP) or ""
@@ -111,6 +117,33 @@ class _TableRows(RowKind[TableRow]):
     def identity(self, row: TableRow) -> bytes:
         # a name that comes later is an empty value in the rows before
         return repr(sorted((name, value) for name, value in row.items() if value)).encode()
+
+    def is_torn(self, row: TableRow) -> bool:
+        return None in row.values()  # it has fewer values than the first line has names
+
+
+def _lines(rows: Iterable[TableRow], columns: Iterable[str]) -> str:
+    """Return rows as they stand in the file."""
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, [*columns], lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _columns_that_go_on(path: Path) -> dict[str, None]:
+    """Return the columns of a table to whose end a row can be added; else none, and none of a file
+    that is no table.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return {}
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            return {}
+    try:
+        with path.open(encoding="utf-8", newline="") as file, _long_values():
+            return dict.fromkeys(next(csv.reader(file), []))
+    except (csv.Error, UnicodeDecodeError):
+        return {}
 
 
 @contextlib.contextmanager

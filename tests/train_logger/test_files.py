@@ -441,3 +441,34 @@ def test_a_row_that_is_gone_from_the_file_needs_no_room():
     assert standing.has(4, frozenset({"loss"}))
     assert standing.without(["a"], frozenset({"loss"})) == ["a"]
     assert not standing.has(4, frozenset({"loss"}))
+
+
+def test_a_row_whose_names_the_table_has_is_added_at_its_end(tmp_path):
+    """The table is not written anew for each row, which would take longer with each."""
+    path = tmp_path / "log.csv"
+    table = CSVTrainLogger(path)
+    table.log_stats({"epoch": 1}, {"loss": 0.5, "error": 1})
+    file = path.stat().st_ino
+    table.log_stats({"epoch": 2}, {"error": 'a "word", or two\nlines'})
+    assert path.stat().st_ino == file
+    table.log_stats({"epoch": 3}, {"rate": 0.25})  # a new name
+    assert [[*row.values()] for row in rows_of(path)] == [
+        ["1", "0.5", "1", ""],
+        ["2", "", 'a "word", or two\nlines', ""],
+        ["3", "", "", "0.25"],
+    ]
+
+
+def test_a_row_comes_on_a_line_of_its_own(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,train_loss\n9,1.5")  # edited by hand, or torn
+    CSVTrainLogger(path).log_stats({"epoch": 1}, {"loss": 0.5})
+    assert path.read_text() == "epoch,train_loss\n9,1.5\n1,0.5\n"
+
+
+def test_a_row_that_a_crash_has_torn_after_the_checkpoint_is_taken_out(tmp_path):
+    train(tmp_path, loggers_in(tmp_path), KILLED, save_every=STEPS)
+    with (tmp_path / "log.csv").open("a") as file:
+        file.write("2")  # the epoch, and no more
+    train(tmp_path, loggers_in(tmp_path), save_every=STEPS)
+    assert all(row["optimizer_step"] for row in rows_of(tmp_path / "log.csv"))

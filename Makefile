@@ -98,13 +98,13 @@ docs: $(VENV)/.installed-dev  ## build docs/_build/html, warnings are errors
 docs-check: $(VENV)/.installed-dev  ## the same in a plain theme, for the warnings
 	$(BIN)/sphinx-build -q -b html -n -W --keep-going -D html_theme=basic docs docs/_build/check
 
-# With `make -j2 check` what reads the code alone runs beside the installation. Then the launchers' tests, which mostly
+# With `make -j2 check` what reads the code alone, and the pages, run beside the installation of the ecosystem. Then the launchers' tests, which mostly
 # wait, run beside the others, of which there are fewer at a time then.
 check: $(VENV)/.installed-dev  ## all of it, the slower tests too: what CI runs (`make exhaustive` has more of the same)
 	$(MAKE) test launch lint types layers docs-check ECOSYSTEM=yes MARKS="not launch and not exhaustive" PYTEST_ARGS="--durations=20 $(PYTEST_ARGS)"
 
 ifdef ECOSYSTEM
-test launch docs-check: $(VENV)/.installed-ecosystem
+test launch: $(VENV)/.installed-ecosystem
 endif
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop

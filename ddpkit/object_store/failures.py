@@ -106,7 +106,7 @@ def explained(url: str, doing: str, error: BaseException) -> ObjectStoreError:
     Returns:
         The error to raise: an :class:`ObjectStoreUsageError` where something has to be set up.
     """
-    reason = _first_line(error)
+    reason = first_line(error)
     start = f"{shown_url(url)}: cannot {doing}"
     advice = _advice(url, error)
     if advice:
@@ -114,7 +114,8 @@ def explained(url: str, doing: str, error: BaseException) -> ObjectStoreError:
     return ObjectStoreError(f"{start}: {reason}.")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return an error in one line, for messages."""
     text = " ".join(str(error).split()) or "no reason given"
     return f"{type(error).__name__}: {text[:300]}".rstrip(".")
 

@@ -96,16 +96,15 @@ def open_filesystem(
     except ImportError as error:
         raise MissingExtraError(
             f"{shown_url(url)} needs the package fsspec, which is not installed: run "
-            "`pip install ddpkit[fsspec]`."
+            "`pip install fsspec`."
         ) from error
     kind = kind_of(url)
     try:
         filesystem, folder = fsspec.core.url_to_fs(url, **{**kind.options, **storage_options})
     except ImportError as error:
-        package = kind.package or "of its protocol"
         raise MissingExtraError(
-            f"{shown_url(url)} needs the package {package}, which is not installed or cannot be "
-            f"imported ({error}): run `pip install {kind.package or 'PACKAGE'}`."
+            f"{shown_url(url)} needs a package that is not installed or cannot be imported "
+            f"({error}): run `pip install {kind.package or 'fsspec'}`."
         ) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(

@@ -116,7 +116,7 @@ class Objects:
             Their sizes in bytes, by name in this folder.
 
         Raises:
-            ObjectStoreError: the store cannot be asked.
+            ObjectStoreError: the store cannot be asked, or has no such bucket.
         """
 
         def request() -> dict[str, int]:
@@ -124,7 +124,9 @@ class Objects:
             path = self._path(prefix) if prefix else self._folder
             try:
                 found = self._filesystem.find(path, detail=True)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if is_missing_bucket(error):
+                    raise explained(self.url, "list it", error) from error
                 return {}
             return {self._name(path): int(entry["size"]) for path, entry in found.items()}
 
@@ -211,10 +213,19 @@ class Objects:
 
 def is_refused_condition(error: BaseException) -> bool:
     """Say whether a store has refused to make an object that is there."""
-    for each in chain(error):
-        response = getattr(each, "response", None)
-        if isinstance(response, dict):
-            code = str(response.get("Error", {}).get("Code"))
-            if code in {"PreconditionFailed", "412"}:
-                return True
-    return False
+    return bool(_codes_of(error) & {"PreconditionFailed", "412"})
+
+
+def is_missing_bucket(error: BaseException) -> bool:
+    """Say whether a store has no such bucket, and not only no such object."""
+    return "NoSuchBucket" in _codes_of(error)
+
+
+def _codes_of(error: BaseException) -> set[str]:
+    """Return what S3 calls an error and those that it comes from."""
+    responses = [getattr(each, "response", None) for each in chain(error)]
+    return {
+        str(response.get("Error", {}).get("Code"))
+        for response in responses
+        if isinstance(response, dict)
+    }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ddpkit.logger import get_logger
-from ddpkit.object_store.failures import explained, is_of_store, may_pass
+from ddpkit.object_store.failures import explained, first_line, is_of_store, may_pass
 
 logger = get_logger(__name__)
 
@@ -51,14 +51,13 @@ def repeated(
                 raise explained(url, doing, error) from error
             pause = pause_after(attempt)
             logger.warning(
-                "%s: cannot %s (attempt %d of %d, again in %.1f s): %s: %s",
+                "%s: cannot %s (attempt %d of %d, again in %.1f s): %s",
                 url,
                 doing,
                 attempt,
                 attempts,
                 pause,
-                type(error).__name__,
-                error,
+                first_line(error),
             )
             time.sleep(pause)
     raise AssertionError(attempts)  # at least one is made

@@ -147,6 +147,13 @@ SHOWN = {
         "on: one, two or three",
         "the same bits as without (the trials are kills)",
     ),
+    "F21": Shown(
+        "SIGKILL at random moments of saves to an S3 server, 200 times, and at every request that "
+        "changes a store",
+        "no checkpoint unreadable, torn or lost; nothing is left over",
+        ("tests/faults/test_store_crashes.py",),
+        environment={"STORE_KILLS": "200"},
+    ),
 }  # fmt: skip
 
 

@@ -296,6 +296,17 @@ class ObjectFolder:
         for folder in sorted(candidates - kept):
             self._delete_folder(folder)
         write_index(self._objects, kept)
+        self._end_uploads()
+
+    def _end_uploads(self) -> None:
+        """Have the store forget the parts of uploads that did not end, which no listing shows."""
+        try:
+            for name, upload in self._objects.unfinished():
+                folder = name.partition("/")[0]
+                if folder.startswith(DIRECTORY_PREFIX) and folder not in self._going_on:
+                    self._objects.abort(name, upload)
+        except ObjectStoreError as error:  # a permission of its own, and not each store knows it
+            logger.debug("Parts of uploads that did not end may be left over: %s", error)
 
     # ------------------------------------------------------------------------------------- reading
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from http import HTTPStatus
 
 from ddpkit.errors import ObjectStoreError, ObjectStoreUsageError
 from ddpkit.object_store.filesystem import kind_of
@@ -28,6 +29,8 @@ _LASTING_NUMBERS = {
     errno.EROFS,
     errno.EDQUOT,
 }
+_PASSING_CODES = frozenset({"BadDigest", "IncompleteBody", "ConditionalRequestConflict"})
+_PASSING_STATUSES = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
 _NO_CREDENTIALS = frozenset(
     {
         "NoCredentialsError",
@@ -73,14 +76,47 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def is_of_store(error: BaseException) -> bool:
     """Say whether an error is about a request, and no mistake of this code."""
     package = type(error).__module__.partition(".")[0]
-    return isinstance(error, (OSError, EOFError, TimeoutError)) or package in _PACKAGES
+    # gcsfs has no type of its own for a request that is refused as a bad one
+    is_bad_request = isinstance(error, ValueError) and str(error).startswith("Bad Request:")
+    is_system = isinstance(error, (OSError, EOFError, TimeoutError))
+    return is_system or is_bad_request or package in _PACKAGES
 
 
 def may_pass(error: BaseException) -> bool:
     """Say whether the same request may succeed later."""
-    if not is_of_store(error) or isinstance(error, _LASTING) or lacks_credentials(error):
+    if codes_of(error) & _PASSING_CODES:
+        return True
+    if isinstance(error, (*_LASTING, ValueError)) or is_refused(error) or lacks_credentials(error):
         return False
-    return not (isinstance(error, OSError) and error.errno in _LASTING_NUMBERS)
+    status = _status_of(error)
+    is_lasting = HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR
+    if is_lasting and status not in _PASSING_STATUSES:
+        return False
+    return is_of_store(error) and getattr(error, "errno", None) not in _LASTING_NUMBERS
+
+
+def is_refused(error: BaseException) -> bool:
+    """Say whether a permission is missing; gcsfs has no type of its own for it."""
+    return isinstance(error, PermissionError) or str(error).startswith("Forbidden:")
+
+
+def _status_of(error: BaseException) -> int:
+    """Return the status of an answer, as the packages of Google and Azure note it; 0 if unknown."""
+    for name in ("code", "status_code"):
+        value = getattr(error, name, None)
+        if str(value).isdecimal():
+            return int(str(value))
+    return 0
+
+
+def codes_of(error: BaseException) -> set[str]:
+    """Return what S3 calls an error and those that it comes from."""
+    responses = [getattr(each, "response", None) for each in chain(error)]
+    return {
+        str(response.get("Error", {}).get("Code"))
+        for response in responses
+        if isinstance(response, dict)
+    }
 
 
 def lacks_credentials(error: BaseException) -> bool:
@@ -126,9 +162,9 @@ def _advice(url: str, error: BaseException) -> str:
         return _CREDENTIALS_OF.get(
             kind_of(url).package, "Give it credentials, as its package reads them"
         )
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or _status_of(error) == HTTPStatus.NOT_FOUND:
         return "Its bucket must be there: make it, or correct the URL"
-    if isinstance(error, PermissionError):
+    if is_refused(error):
         return "The credentials that were found must allow to list, read, write and delete there"
     if names & _UNREACHABLE:
         return (

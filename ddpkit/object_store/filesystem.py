@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,14 @@ def _parts_of_s3(size: int) -> dict[str, Any]:
     }
 
 
+def _parts_of_google(_: int) -> dict[str, Any]:
+    return {"chunksize": PART_BYTES}
+
+
+def _parts_of_azure(_: int) -> dict[str, Any]:
+    return {"max_concurrency": PARTS_AT_ONCE}
+
+
 def _as_it_is(_: int) -> dict[str, Any]:
     return {}
 
@@ -42,21 +50,23 @@ class Kind:
         creates: whether an object can be made on the condition that there is none.
         options: given to its filesystem, below those of the user.
         send_options: for a file of so many bytes.
+        parts_stay: whether the parts of an upload that did not end stay there, unlisted, and cost.
     """
 
     package: str = ""
     creates: bool = False
     options: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
-    send_options: Any = _as_it_is
+    send_options: Callable[[int], dict[str, Any]] = _as_it_is
+    parts_stay: bool = False
 
 
 @functools.cache
 def kinds() -> dict[str, Kind]:
     """Return the kinds of stores, by the protocols of their URLs."""
     no_cache = {"use_listings_cache": False}
-    s3 = Kind("s3fs", creates=True, options=no_cache, send_options=_parts_of_s3)
-    google = Kind("gcsfs", creates=True, options=no_cache)
-    azure = Kind("adlfs", options=no_cache)
+    s3 = Kind("s3fs", True, no_cache, _parts_of_s3, parts_stay=True)
+    google = Kind("gcsfs", True, no_cache, _parts_of_google)
+    azure = Kind("adlfs", True, no_cache, _parts_of_azure)
     disk = Kind(creates=True, options={"auto_mkdir": True})
     return {
         "s3": s3,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpkit.errors import ObjectStoreError
-from ddpkit.object_store.failures import chain, explained
+from ddpkit.object_store.failures import codes_of, explained
 from ddpkit.object_store.filesystem import NOTHING, kind_of, open_filesystem
 from ddpkit.object_store.repetition import repeated
 from ddpkit.object_store.url import joined, shown_url
@@ -193,6 +193,41 @@ class Objects:
 
         self._change(f"delete {name}", request)
 
+    def unfinished(self) -> list[tuple[str, str]]:
+        """Return what stores keep of uploads that did not end: the object's name, and the upload.
+
+        Raises:
+            ObjectStoreError: the store cannot be asked.
+        """
+        if not self.kind.parts_stay:
+            return []
+        bucket, key, _ = self._filesystem.split_path(f"{self._folder}/")
+
+        def request() -> list[tuple[str, str]]:
+            found = self._filesystem.call_s3(
+                "list_multipart_uploads",
+                Bucket=bucket,
+                Prefix=key,
+            )
+            uploads = found.get("Uploads", [])
+            return [(each["Key"].removeprefix(key), each["UploadId"]) for each in uploads]
+
+        return self._ask("list the uploads that did not end", request)
+
+    def abort(self, name: str, upload: str) -> None:
+        """Have a store forget an upload; one that has ended meanwhile is no error.
+
+        Raises:
+            ObjectStoreError: the store cannot be asked.
+        """
+        bucket, key, _ = self._filesystem.split_path(self._path(name))
+
+        def request() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.abort_mpu(bucket, key, upload)
+
+        self._change(f"end the upload of {name}", request)
+
     # ------------------------------------------------------------------------------------ requests
 
     def _path(self, name: str) -> str:
@@ -213,19 +248,9 @@ class Objects:
 
 def is_refused_condition(error: BaseException) -> bool:
     """Say whether a store has refused to make an object that is there."""
-    return bool(_codes_of(error) & {"PreconditionFailed", "412"})
+    return bool(codes_of(error) & {"PreconditionFailed", "412"})
 
 
 def is_missing_bucket(error: BaseException) -> bool:
     """Say whether a store has no such bucket, and not only no such object."""
-    return "NoSuchBucket" in _codes_of(error)
-
-
-def _codes_of(error: BaseException) -> set[str]:
-    """Return what S3 calls an error and those that it comes from."""
-    responses = [getattr(each, "response", None) for each in chain(error)]
-    return {
-        str(response.get("Error", {}).get("Code"))
-        for response in responses
-        if isinstance(response, dict)
-    }
+    return "NoSuchBucket" in codes_of(error)

@@ -63,7 +63,6 @@ def judge(url, options, into, acknowledged, size):
     folder = ObjectFolder(url, options)
     steps = set()
     for name in folder.names():
-        assert folder.verify(name) == []
         steps.add(step_of(folder.get(name, into), size))
     newest = max(steps, default=0)
     # the next one may be complete, and not yet acknowledged

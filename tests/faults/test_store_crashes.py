@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import select
@@ -155,6 +156,8 @@ def random_kills(url, options, kills, seed):
     """Kill a run again and again, each time going on where the one before has died."""
     draw = random.Random(seed)
     ahead = 0
+    if url.startswith("s3://"):
+        importlib.import_module("s3fs")  # once, and not in each of the processes that are forked
     with tempfile.TemporaryDirectory() as name:
         disk = Path(name, "disk")
         disk.mkdir()
@@ -165,6 +168,9 @@ def random_kills(url, options, kills, seed):
             steps = forked(judge, url, options, back, acknowledged, LARGE)
             ahead += max(steps) > acknowledged
             shutil.rmtree(back)
+            print(
+                f"kill {kill + 1}: {acknowledged} acknowledged, found {sorted(steps)}", flush=True
+            )
         assert forked(leftovers, url, options) == []
     return kills, ahead
 

@@ -151,7 +151,7 @@ SHOWN = {
         "SIGKILL at random moments of saves to an S3 server, 200 times, and at every request that "
         "changes a store",
         "no checkpoint unreadable, torn or lost; nothing is left over",
-        ("tests/faults/test_store_crashes.py",),
+        ("tests/checkpointing/test_store_crashes.py",),
         environment={"STORE_KILLS": "200"},
     ),
 }  # fmt: skip

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from ddpkit.object_store import Objects
+from tests.checkpointing.store_trials import judge, leftovers, run, run_and_tell
 from tests.faults.storage_tools import die, forked
-from tests.faults.store_trials import judge, leftovers, run, run_and_tell
 from tests.rank_pool import RankPool
 from tests.s3_server import needs_s3
+
+pytestmark = pytest.mark.faults
 
 KILLS = int(os.environ.get("STORE_KILLS", "12"))
 CHANGES = ("write", "create", "send", "delete")

@@ -62,6 +62,8 @@ from ddpkit.checkpointing import (
     SaveListener,
     SaveRequest,
     Selection,
+    ShardedState,
+    ShardSaving,
     SnapshotMemory,
     TrainedOnly,
     VerifyMode,
@@ -194,9 +196,11 @@ class Checkpointer:
         around_save: returns a context for every save; called with whether an epoch has ended, by
             the call. If the context's value is a bool, that is what the checkpoint says.
         tell_epoch: returns the epoch of a save.
-        whole_states: None, or a function that makes sharded states whole before a save: called with
-            the objects that :func:`torch_save` saves, by name, it returns what is saved instead of
-            some. Every rank must save then.
+        divided_states: None, or a function that says how states are saved that are divided over
+            the ranks: called with the objects that :func:`torch_save` saves, by name, it returns
+            what is saved instead of some: an object with a whole ``state_dict`` on rank 0, or a
+            :class:`~ddpkit.checkpointing.shard_states.ShardedState`, of which each rank writes its
+            own part. Every rank must save then.
         listener: None, or a :class:`~ddpkit.checkpointing.save_report.SaveListener`, which the main
             process tells of every save and deletion. The Brain sets it, for the run's log.
         passes_over: called with the name and the object of each recoverable: whether a load leaves
@@ -251,7 +255,7 @@ class Checkpointer:
             contextlib.nullcontext()
         )
         self.tell_epoch: Callable[[], int | None] = lambda: None
-        self.whole_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+        self.divided_states: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         self.listener: SaveListener | None = None
         self.passes_over: Callable[[str, Any], bool] = lambda *_: False
         self._trained: dict[str, TrainedOnly] = {}
@@ -837,11 +841,19 @@ class Checkpointer:
             hooks, epoch = self.require_hooks(), self.tell_epoch()
             trained = self._parts_trained()
             objects = {**self.recoverables, **trained}
-            if self.whole_states is None:
+            shards: dict[str, ShardedState] = {}
+            if self.divided_states is None:
                 self.find_bases()
             else:
                 stored = {name: obj for name, obj in objects.items() if hooks[name] is torch_save}
-                objects = {**objects, **self.whole_states(stored)}
+                divided = self.divided_states(stored)
+                shards = {
+                    name: state
+                    for name, state in divided.items()
+                    if isinstance(state, ShardedState)
+                }
+                objects = {**objects, **divided}
+                hooks = {name: hook for name, hook in hooks.items() if name not in shards}
             save = SaveRequest(
                 meta or {},
                 end_of_epoch,
@@ -853,10 +865,11 @@ class Checkpointer:
                 epoch,
                 begun,
                 tell,
+                ShardSaving(shards) if shards else None,
             )
             folder = self._folder()
             everywhere = save.hooks_where(every_rank=True)
-            if everywhere:
+            if everywhere or save.shards is not None:
                 return self._save_on_every_rank(folder, save, everywhere)
             return self._on_main(folder.attempt, folder.save, save)
 
@@ -870,10 +883,15 @@ class Checkpointer:
         if begun is None:
             return None
         staging, final = begun
-        _, failures = failures_of(
-            lambda: run_savers(hooks, self.recoverables, staging),
-            waits=self.on_error == "warn",
-        )
+        failures = ""
+        if hooks:
+            _, failures = failures_of(
+                lambda: run_savers(hooks, self.recoverables, staging),
+                waits=self.on_error == "warn",
+            )
+        if save.shards is not None and not (failures or if_main_process()):
+            copy = self._memory.take if self.asynchronous else None
+            save.shards.write(staging, final, self._background, copy)
         return self._on_main(
             folder.attempt,
             folder.finish,
@@ -882,6 +900,13 @@ class Checkpointer:
             final,
             failures,
         )
+
+    def _await_own_thread(self) -> None:
+        """Wait for what this process writes in the background."""
+        if BackgroundSave.threads:  # else it has written nothing there
+            self._background.wait(self.checkpoints_dir)
+        if not self.asynchronous:
+            self._memory.clear()
 
     # ------------------------------------------------------------------- what the main process does
 
@@ -903,12 +928,11 @@ class Checkpointer:
         """
 
         def work() -> T:
-            if BackgroundSave.threads:  # else this process has saved nothing in the background
-                self._background.wait(self.checkpoints_dir)
-                if not self.asynchronous:
-                    self._memory.clear()
+            self._await_own_thread()
             return function(*arguments)
 
+        if not if_main_process():
+            self._await_own_thread()
         return checkpoint_work_on_main(work)
 
     def _named(self, path: Path) -> Checkpoint:

@@ -103,6 +103,8 @@ class WeightAverage:
         5.0
     """
 
+    takes_stored_tensors = True  # what loads a checkpoint need not read whole tensors for it
+
     def __init__(self, modules: nn.ModuleDict, decay: float) -> None:
         if not 0 <= decay < 1:
             raise ConfigError(

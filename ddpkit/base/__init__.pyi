@@ -109,6 +109,7 @@ from ddpkit.base.states import (
     inner_name as inner_name,
     is_sharded as is_sharded,
     local_part as local_part,
+    map_named as map_named,
     map_values as map_values,
     mark_as_loader as mark_as_loader,
     mark_as_saver as mark_as_saver,
@@ -118,6 +119,7 @@ from ddpkit.base.states import (
     sharded_like as sharded_like,
     unwrap as unwrap,
 )
+from ddpkit.base.stored_tensor import StoredTensor as StoredTensor
 from ddpkit.base.user_frames import (
     is_library as is_library,
     line_of as line_of,

@@ -122,6 +122,10 @@ class FailureReport:
             otherwise=None,
         )
 
+    def forget(self, name: str) -> None:
+        """Take the text out that a rank has kept under a name."""
+        self._asked(lambda store: store.delete_key(f"ddpkit/note/{name}"), otherwise=False)
+
     def has_notes(self, names: Sequence[str]) -> bool:
         """Say whether there is a text under each of some names; yes where the store is gone: no
         wait must go on.

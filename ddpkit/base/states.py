@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ddpkit.base.stored_tensor import StoredTensor
 from ddpkit.errors import ConfigError
 
 SaveHook = Callable[[Any, Path], object]
@@ -276,6 +277,42 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
     return value if type(value) in _FIXED else function(value)
 
 
+def map_named(
+    value: Any,
+    function: Callable[[str, Any], Any],
+    name: str = "",
+) -> Any:
+    """Rebuild plain containers as :func:`map_values` does; the function is told the names that lead
+    to a value, too.
+
+    Args:
+        value: plain containers of anything.
+        function: called with the names, joined by slashes, and the value.
+        name: of the container itself.
+
+    Ranks: local.
+
+    Example:
+        >>> map_named({"a": [torch.ones(1), 3]}, lambda name, _: name)
+        {'a': ['a/0', 3]}
+    """
+    begin = f"{name}/" if name else ""
+    if type(value) in {dict, OrderedDict}:
+        rebuilt = type(value)(
+            (key, map_named(inner, function, f"{begin}{key}")) for key, inner in value.items()
+        )
+        if type(value) is OrderedDict:
+            vars(rebuilt).update(vars(value))  # the versions of a module's state
+        return rebuilt
+    if type(value) in {list, tuple}:
+        if _FIXED.issuperset(map(type, value)):
+            return type(value)(value)
+        return type(value)(
+            map_named(inner, function, f"{begin}{number}") for number, inner in enumerate(value)
+        )
+    return value if type(value) in _FIXED else function(name, value)
+
+
 def is_sharded(value: Any) -> bool:
     """Say whether a value is a tensor that is divided over the ranks.
 
@@ -322,11 +359,13 @@ def sharded_like(value: Any, own: Any) -> Any:
     as it is.
 
     Args:
-        value: the same on all ranks, such as an entry of a checkpoint.
+        value: the same on all ranks, such as an entry of a checkpoint. Of a tensor that is still in
+            files only this rank's rows are read.
         own: sharded by its first dimension, or not at all.
 
     Returns:
-        A tensor with a copy of this rank's rows, on the device of ``own``; or ``value``.
+        A tensor with a copy of this rank's rows, on the device of ``own``; or ``value``, read from
+        its files.
 
     Ranks: local.
 
@@ -337,15 +376,18 @@ def sharded_like(value: Any, own: Any) -> Any:
     if (
         not is_sharded(own)
         or is_sharded(value)
-        or not isinstance(value, torch.Tensor)
+        or not isinstance(value, (torch.Tensor, StoredTensor))
         or value.shape != own.shape
     ):
-        return value
+        return value.whole() if isinstance(value, StoredTensor) else value
     from torch.distributed.tensor import DTensor  # is loaded: `own` is one
 
     part = local_part(own)
     start = first_row(own)
-    rows = value.detach()[start : start + part.shape[0]].to(part.device, copy=True)
+    if isinstance(value, StoredTensor):
+        rows = value.rows(start, part.shape[0]).to(part.device)
+    else:
+        rows = value.detach()[start : start + part.shape[0]].to(part.device, copy=True)
     return DTensor.from_local(
         rows,
         own.device_mesh,

@@ -28,7 +28,11 @@ from ddpkit.checkpointing.checkpoint import (
     ckpt_recency as ckpt_recency,
     ends_epoch as ends_epoch,
 )
-from ddpkit.checkpointing.file_loading import safe_load as safe_load
+from ddpkit.checkpointing.file_loading import (
+    is_in_shards as is_in_shards,
+    load_lazily as load_lazily,
+    safe_load as safe_load,
+)
 from ddpkit.checkpointing.fingerprinting import (
     fingerprints as fingerprints,
 )
@@ -79,6 +83,13 @@ from ddpkit.checkpointing.selection import (
     Selection as Selection,
     ranked as ranked,
 )
+from ddpkit.checkpointing.shard_saving import (
+    ShardSaving as ShardSaving,
+)
+from ddpkit.checkpointing.shard_states import (
+    ShardedState as ShardedState,
+    sharded_states as sharded_states,
+)
 from ddpkit.checkpointing.state_names import (
     loose_key as loose_key,
     map_old_state_dict_weights as map_old_state_dict_weights,
@@ -103,6 +114,10 @@ from ddpkit.checkpointing.weight_source import (
     WeightSource as WeightSource,
     find_weights as find_weights,
     source_now as source_now,
+)
+from ddpkit.checkpointing.weight_streaming import (
+    stream_safetensors as stream_safetensors,
+    stream_torch as stream_torch,
 )
 from ddpkit.checkpointing.weights_by_name import (
     Misfits as Misfits,

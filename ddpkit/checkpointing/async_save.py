@@ -34,6 +34,9 @@ logger = get_logger(__name__)
 
 # for training: a thread that has just begun keeps Python's lock for up to 5 ms
 HEAD_START_SECONDS = 0.001
+WITHOUT_COPY = (
+    "Checkpoints are written while training waits, because the state cannot be copied first: %s"
+)
 SPARE_BYTES = 256 << 20  # left to the process when a snapshot is made
 # control groups of version 1 write "no limit" as a number of pages that fills 63 bits
 HUGE = 1 << 60

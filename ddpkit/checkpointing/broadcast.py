@@ -17,7 +17,9 @@ import torch.distributed as dist
 from ddpkit.base import LoadHook
 from ddpkit.checkpointing.arrival import all_ranks_come
 from ddpkit.checkpointing.checkpoint import Checkpoint, ends_epoch
+from ddpkit.checkpointing.file_loading import load_file
 from ddpkit.checkpointing.main_work import checkpoint_work_on_main
+from ddpkit.checkpointing.shard_files import shards_of
 from ddpkit.checkpointing.unchecked_load import finish
 from ddpkit.comm import failures_of
 from ddpkit.distributed import control_group, exchange, if_main_process
@@ -106,24 +108,61 @@ def _load_copy(
     path: Path,
     end_of_epoch: bool,
 ) -> object:
-    """Load rank 0's file: there the file itself, on other ranks a copy of it."""
+    """Load rank 0's file: there the file itself, on other ranks a copy of it, and of its shards."""
     content = _bytes_of_main(path)
+    shards = checkpoint_work_on_main(_shards, path) or []
     if if_main_process():
+        for shard, size in shards:
+            _send(shard, size)
         return hook(obj, path, end_of_epoch)
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         copy = Path(folder, path.parent.name, path.name)
         copy.parent.mkdir()
         copy.write_bytes(content.numpy().data)
         del content
+        errors = [_receive(shard, size, copy.with_name(shard.name)) for shard, size in shards]
+        for error in filter(None, errors):
+            raise error
         return hook(obj, copy, end_of_epoch)
 
 
-def _bytes_of_main(path: Path) -> torch.Tensor:
-    """Read a file on rank 0 and give every rank its bytes."""
+def _shards(path: Path) -> list[tuple[Path, int]]:
+    """Return the shards of a file and their sizes; none, if it is no file of torch that can be
+    read: loading it says why.
+    """
+    try:
+        found = shards_of(path, load_file(path, "meta"))
+    except CheckpointError:
+        return []
+    return [(shard, shard.stat().st_size) for shard in found]
+
+
+def _send(shard: Path, size: int) -> None:
+    for start in range(0, size, SENT_BYTES):
+        _bytes_of_main(shard, start, min(SENT_BYTES, size - start))
+
+
+def _receive(shard: Path, size: int, copy: Path) -> OSError | None:
+    """Write a copy of rank 0's shard. An error is returned: the other ranks go on to send."""
+    failed = None
+    for start in range(0, size, SENT_BYTES):
+        block = _bytes_of_main(shard, start, min(SENT_BYTES, size - start))
+        if failed is not None:
+            continue
+        try:
+            with copy.open("ab") as file:
+                file.write(block.numpy().data)
+        except OSError as error:
+            failed = error
+    return failed
+
+
+def _bytes_of_main(path: Path, place: int = 0, count: int = -1) -> torch.Tensor:
+    """Read a file, or some bytes of it, on rank 0 and give every rank its bytes."""
     read: list[torch.Tensor] = []
 
     def read_file() -> int:
-        read.append(torch.from_numpy(np.fromfile(path, np.uint8)))
+        read.append(torch.from_numpy(np.fromfile(path, np.uint8, count, offset=place)))
         return read[0].numel()
 
     size = checkpoint_work_on_main(read_file)

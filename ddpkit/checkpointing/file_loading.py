@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ddpkit.checkpointing.record_sizes import check_record_sizes, torch_compares_itself
+from ddpkit.checkpointing.shard_files import is_sharded_file, open_state, read_whole
 from ddpkit.checkpointing.storage import BLOCK_BYTES
 from ddpkit.errors import CheckpointError
 
@@ -41,11 +42,12 @@ def safe_load(
 
     Returns:
         What the file holds: tensors, numbers, strings, plain containers, and the types that were
-        allowed with ``torch.serialization.add_safe_globals``.
+        allowed with ``torch.serialization.add_safe_globals``. Where it stands for a state in
+        shards, which it names, that state, with whole tensors.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else. It is not retried with
-            unsafe pickling.
+        CheckpointError: the file cannot be read, or holds something else; or a shard is missing or
+            damaged. It is not retried with unsafe pickling.
 
     Ranks: local.
 
@@ -55,6 +57,44 @@ def safe_load(
         >>> torch.save({"step": 3}, path)
         >>> safe_load(path)
         {'step': 3}
+    """
+    value = load_file(path, map_location, mmap=mmap)
+    if not is_sharded_file(value):
+        return value
+    return read_whole(path, value, map_location)
+
+
+def load_lazily(
+    path: Path,
+    *,
+    mmap: bool = False,
+    verifies: bool = True,
+) -> Any:
+    """Load as :func:`safe_load` does, but leave tensors in their shards: they are
+    :class:`~ddpkit.base.stored_tensor.StoredTensor`.
+
+    Args:
+        path: the file.
+        mmap: as for :func:`safe_load`.
+        verifies: whether what is read of shards is compared with its digest.
+
+    Ranks: local.
+    """
+    return open_state(path, load_file(path, mmap=mmap), verifies=verifies)
+
+
+def is_in_shards(path: Path) -> bool:
+    """Say whether a file of ``torch.save`` stands for a state in shards; it must be readable.
+
+    Ranks: local.
+    """
+    return is_sharded_file(load_file(path, "meta"))
+
+
+def load_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
+    """Load the content of one file as :func:`safe_load` does, whatever it stands for.
+
+    Ranks: local.
     """
     try:
         if not torch_compares_itself():

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from ddpkit.base import SaveHook, do_nothing, earlier_folder
 from ddpkit.checkpointing import links, storage
-from ddpkit.checkpointing.async_save import BackgroundSave, state_bytes
+from ddpkit.checkpointing.async_save import WITHOUT_COPY, BackgroundSave, state_bytes
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, SUFFIX, Checkpoint, ckpt_recency
 from ddpkit.checkpointing.hooks import saved_state, torch_save, write_state
 from ddpkit.checkpointing.reading import DamageLog
@@ -47,6 +47,9 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+# beside the states of recoverables, which have no slash in their names: what is in shards
+SKELETONS = "/skeletons"
+ROWS = "/rows"
 META_HEAD = "# yamllint disable\n"
 
 
@@ -227,20 +230,18 @@ class CheckpointFolder:
             save.objects,
             staging,
         )
+        sharded: dict[str, Any] = {} if save.shards is None else save.shards.skeletons()
+        if save.shards is not None:
+            states = {**states, SKELETONS: sharded, ROWS: save.shards.rows()}
         is_copy = False
         if self.copy is not None:
             try:
                 states = self.copy(states)
                 is_copy = True
             except MemoryError as error:
-                words = (
-                    "Checkpoints are written while training waits, because the state cannot be "
-                    "copied first: %s"
-                )
-                logger.warning_once(words, error)
-        names = sorted(
-            {*states, *(path.name.removesuffix(SUFFIX) for path in staging.glob(f"*{SUFFIX}"))}
-        )
+                logger.warning_once(WITHOUT_COPY, error)
+        written = [path.name.removesuffix(SUFFIX) for path in staging.glob(f"*{SUFFIX}")]
+        names = sorted({*states, *sharded, *written} - {SKELETONS, ROWS})
         return (
             Checkpoint(final, meta, {name: final / f"{name}{SUFFIX}" for name in names}),
             states,
@@ -273,9 +274,13 @@ class CheckpointFolder:
         digests = {}
         with cleaned_on_error(staging, final, state_bytes(states)):
             for name, state in states.items():
+                if name in {SKELETONS, ROWS}:
+                    continue
                 path = staging / f"{name}{SUFFIX}"
                 with _saving(name):
                     digests[path] = write_state(state, path)
+            if save.shards is not None:
+                digests |= save.shards.finish(staging, states[SKELETONS], states[ROWS])
             commit_staging(
                 staging,
                 final,

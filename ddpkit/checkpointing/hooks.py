@@ -31,7 +31,7 @@ from ddpkit.base import (
     with_article,
 )
 from ddpkit.checkpointing.base_weights import base_of
-from ddpkit.checkpointing.file_loading import safe_load
+from ddpkit.checkpointing.file_loading import load_file, load_lazily
 from ddpkit.checkpointing.misfits import MOST_MISFITS, misfit, way_out
 from ddpkit.checkpointing.module_state import (
     ON_META,
@@ -40,6 +40,7 @@ from ddpkit.checkpointing.module_state import (
     is_on_meta,
     state_for_module,
 )
+from ddpkit.checkpointing.shard_files import ShardError, open_state, whole_tensors
 from ddpkit.checkpointing.state_names import unwrapped_state
 from ddpkit.checkpointing.storage import write_file
 from ddpkit.checkpointing.threaded_loading import load_to_keep
@@ -194,6 +195,11 @@ def write_state(state: Any, path: Path) -> str:
             "it with the Brain's checkpointer, on every rank; or save what "
             "ddpkit.checkpoints.whole_state_dict gives, called on every rank."
         )
+    return write_loadable(state, path)
+
+
+def write_loadable(state: Any, path: Path) -> str:
+    """Write a file as :func:`write_state` does, whatever tensors are in it."""
     digest = write_file(path, functools.partial(torch.save, state))
     # reads the pickle alone, not the tensors
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -238,19 +244,22 @@ def recover(obj: Any, path: Path, end_of_epoch: bool) -> UncheckedLoad | None:  
 
     Ranks: local.
     """
-    state = (
+    state = open_state(
+        path,
         load_to_keep(path)
         if isinstance(obj, Optimizer)
-        else safe_load(path, mmap=copies_what_it_loads(obj))
+        else load_file(path, mmap=copies_what_it_loads(obj)),
     )
     try:
         if isinstance(obj, nn.Module):
             return _load_module(unwrap(obj), state, path)
         if isinstance(obj, Optimizer):
-            obj.load_state_dict(_for_optimizer(obj, state))
-        else:
+            obj.load_state_dict(whole_tensors(_for_optimizer(obj, state)))
+        elif getattr(obj, "takes_stored_tensors", False):
             obj.load_state_dict(state)
-    except CheckpointUsageError:
+        else:
+            obj.load_state_dict(whole_tensors(state))
+    except (CheckpointUsageError, ShardError):
         raise
     except Exception as error:
         raise misfit(obj, path, error, way_out(obj, state)) from error
@@ -287,12 +296,14 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
         >>> torch_save(nn.Linear(2, 1), path)
         >>> torch_parameter_transfer(nn.Linear(2, 1), path)
     """
-    state = safe_load(path, mmap=copies_what_it_loads(obj))
+    state = load_lazily(path, mmap=copies_what_it_loads(obj))
     inner = unwrap(obj)
     try:
         misfits = load_by_name(inner, state)
         if misfits.reshaped or misfits.based:
             raise CheckpointError("\n".join(misfits.lines(MOST_MISFITS)))
+    except ShardError:
+        raise
     except Exception as error:
         raise misfit(obj, path, error) from error
     name = type(inner).__name__

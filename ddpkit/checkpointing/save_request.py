@@ -14,6 +14,7 @@ from ddpkit.checkpointing.checkpoint import END_OF_EPOCH, SAVED_AT, as_number
 from ddpkit.checkpointing.hook_lookup import saves_on_every_rank
 from ddpkit.checkpointing.save_report import SaveReport
 from ddpkit.checkpointing.selection import Retention
+from ddpkit.checkpointing.shard_saving import ShardSaving
 from ddpkit.errors import CheckpointError, ConfigError
 
 LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
@@ -59,6 +60,7 @@ class SaveRequest:
         begun: when it was asked for, by ``time.monotonic``: training stands still from then on.
         tell: called with a :class:`SaveReport` once the checkpoint is complete, perhaps in a
             thread; or None.
+        shards: what each rank writes by itself, of states that are divided over the ranks; or None.
 
     Ranks: local.
 
@@ -78,6 +80,7 @@ class SaveRequest:
     epoch: int | None = None
     begun: float = field(default_factory=time.monotonic)
     tell: Callable[[SaveReport], object] | None = None
+    shards: ShardSaving | None = None
 
     def hooks_where(self, *, every_rank: bool) -> dict[str, SaveHook]:
         """Return the hooks that run on every rank, or on the main process alone."""

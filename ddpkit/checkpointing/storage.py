@@ -45,7 +45,7 @@ import time
 import uuid
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -171,6 +171,10 @@ class _HashingFile:
             self._left -= len(part)
         return self._handle.write(data)
 
+    def writelines(self, blocks: Iterable[bytes]) -> None:
+        for block in blocks:
+            self.write(block)
+
     def flush(self) -> None:
         self._handle.flush()
 
@@ -181,8 +185,8 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
 
     Args:
         path: the file; an existing file is overwritten.
-        writer: called with the open binary handle, on which only ``write`` and ``flush`` may be
-            called.
+        writer: called with the open binary handle, on which only ``write``, ``writelines`` and
+            ``flush`` may be called.
 
     Returns:
         The digest of what was written, as :func:`file_sha256` gives it.
@@ -200,6 +204,11 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
         ... ) == file_sha256(path)
         True
     """
+    return digest_of_pieces(write_in_pieces(path, writer))
+
+
+def write_in_pieces(path: Path, writer: Callable[[BinaryIO], object]) -> list[bytes]:
+    """Write a file as :func:`write_file` does; return the SHA-256 of each of its pieces."""
     pieces: list[Any] = []
 
     def write(handle: BinaryIO) -> None:
@@ -208,7 +217,7 @@ def write_file(path: Path, writer: Callable[[BinaryIO], object]) -> str:
         pieces.extend(hashing.pieces)
 
     FILES.write(path, write)
-    return digest_of_pieces([piece.digest() for piece in pieces])
+    return [piece.digest() for piece in pieces]
 
 
 def file_sha256(path: Path, piece_bytes: int = PIECE_BYTES, threads: int = 1) -> str:

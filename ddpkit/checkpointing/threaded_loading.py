@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ddpkit.checkpointing.file_loading import safe_load
+from ddpkit.checkpointing.file_loading import load_file
 from ddpkit.checkpointing.storage import FILE_THREADS
 from ddpkit.errors import CheckpointError
 
@@ -30,13 +30,13 @@ _VALUES = (
 
 
 def load_to_keep(path: Path) -> Any:
-    """Load as :func:`safe_load` does; plain tensors, if they are large, by mapping the file and
-    copying in threads.
+    """Load as :func:`~ddpkit.checkpointing.file_loading.load_file` does; plain tensors, if they are
+    large, by mapping the file and copying in threads.
 
     Ranks: local.
     """
     sizes: list[int] = []
-    # of a damaged file safe_load tells
+    # of a damaged file load_file tells
     with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
         sizes = sorted(
             entry.compress_size
@@ -48,14 +48,14 @@ def load_to_keep(path: Path) -> Any:
         # no thread, no memory, or a damaged file
         with contextlib.suppress(CheckpointError, RuntimeError):
             state = _load_in_threads(path, sizes)
-    return safe_load(path) if state is None else state
+    return load_file(path) if state is None else state
 
 
 def _load_in_threads(path: Path, sizes: list[int]) -> Any:
     """Return the state with memory of its own, shared as before; None unless its storages are
     plain, of these sizes.
     """
-    state = safe_load(path, mmap=True)
+    state = load_file(path, mmap=True)
     tensors = _plain_tensors(state) or []
     storages = [tensor.untyped_storage() for tensor in tensors]
     places = [(storage.data_ptr(), storage.nbytes()) for storage in storages]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpkit.base import kind_of
-from ddpkit.checkpointing.file_loading import safe_load
+from ddpkit.base import StoredTensor, kind_of
+from ddpkit.checkpointing.file_loading import load_lazily, safe_load
 from ddpkit.errors import CheckpointError, CheckpointUsageError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -23,13 +23,20 @@ UPDATES_OF_AVERAGE = "n_averaged"
 MOST_NAMES = 6
 
 
-def read_weights(path: Path, *, mmap: bool = False) -> Mapping[str, Any]:
+def read_weights(
+    path: Path,
+    *,
+    mmap: bool = False,
+    lazily: bool = False,
+) -> Mapping[str, Any]:
     """Read the weights in a file.
 
     Args:
         path: of safetensors, if it ends so; else of ``torch.save``: a ``state_dict``, or a dict
             with one under ``state_dict``, ``model_state_dict`` or ``model``.
         mmap: as in :func:`~ddpkit.checkpointing.file_loading.safe_load`.
+        lazily: leave tensors in their shards, as
+            :class:`~ddpkit.base.stored_tensor.StoredTensor`.
 
     Returns:
         Tensors by name; a state may have other entries, too.
@@ -50,7 +57,7 @@ def read_weights(path: Path, *, mmap: bool = False) -> Mapping[str, Any]:
     """
     if path.suffix == SAFETENSORS:
         return _read_safetensors(path)
-    value = safe_load(path, mmap=mmap)
+    value = load_lazily(path, mmap=mmap) if lazily else safe_load(path, mmap=mmap)
     if not isinstance(value, Mapping):
         raise CheckpointUsageError(f"{path} holds {kind_of(value)}, and no weights by name.")
     if _is_state(value):
@@ -69,7 +76,8 @@ def read_weights(path: Path, *, mmap: bool = False) -> Mapping[str, Any]:
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and any(
-        isinstance(name, str) and isinstance(entry, torch.Tensor) for name, entry in value.items()
+        isinstance(name, str) and isinstance(entry, (torch.Tensor, StoredTensor))
+        for name, entry in value.items()
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ddpkit.base import unwrap
+from ddpkit.base import StoredTensor, unwrap
 from ddpkit.checkpointing.base_weights import base_of, other_base, without_base
 from ddpkit.checkpointing.module_state import state_for_module
 from ddpkit.checkpointing.state_names import plain_key
@@ -185,6 +185,7 @@ def _is_alike(given: Any, own: Any) -> bool:
 
 def shape_text(value: Any) -> str:
     """Return the shape of a tensor in words; nothing for anything else."""
-    if not isinstance(value, torch.Tensor) or is_lazy(value):
+    is_tensor = isinstance(value, torch.Tensor) and not is_lazy(value)
+    if not (is_tensor or isinstance(value, StoredTensor)):
         return ""
     return f"({', '.join(map(str, value.shape))})"

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ddpkit.base import load_plain_yaml, replacing
+from ddpkit.base import StoredTensor, load_plain_yaml, replacing
 from ddpkit.checkpointing import (
     BASE,
     DIRECTORY_PREFIX,
@@ -38,11 +38,15 @@ from ddpkit.checkpointing import (
     ckpt_recency,
     ends_epoch,
     fingerprints,
+    is_in_shards,
+    load_lazily,
     ranked,
     read_checkpoint,
     read_text,
     read_weights,
     safe_load,
+    stream_safetensors,
+    stream_torch,
     verify,
 )
 from ddpkit.cli import say
@@ -55,6 +59,8 @@ __all__ = ["command_average", "command_export", "command_ls", "command_show", "c
 MAX_BRAIN_BYTES = 16_000_000  # of which the beginning is parsed
 MAX_LINE = 4_000  # letters that are shown of a line
 OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
+SAFETENSORS = ".safetensors"
+SHARD = "rows of one rank, as a file of safetensors; the file beside it without -shard says of what"
 UNKNOWN = "?"
 
 
@@ -334,7 +340,9 @@ def describe(
     try:
         with path.open("rb") as handle:
             is_of_torch = handle.read(2).startswith(OF_TORCH)
-        if is_of_torch:
+        if path.suffix == SAFETENSORS:
+            lines = [SHARD]
+        elif is_of_torch:
             value = safe_load(path, "meta")  # no content of tensors is read
             lines = _summary(value)
             found = tensors_in(value) if tensors else []
@@ -427,11 +435,17 @@ def command_average(options: argparse.Namespace) -> int:
     bases: list[Mapping[str, str]] = []
 
     def load(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-        state = _load_module(path, map_location)
+        state = _tensors_of(path, safe_load(path, map_location))
         bases.append(base_of(state))
         return state
 
-    state = average_checkpoints(chosen, options.recoverable, parameter_loader=load)
+    only = chosen[0].paramfiles.get(options.recoverable) if len(chosen) == 1 else None
+    if only is not None and is_in_shards(only):
+        state = _tensors_of(only, load_lazily(only, verifies=False))  # `choose` has verified
+        bases.append(base_of(state))
+        state.pop(BASE, None)
+    else:
+        state = average_checkpoints(chosen, options.recoverable, parameter_loader=load)
     if options.base is not None:
         state |= weights_of_base(options.base, bases[0])
     elif bases[0]:
@@ -489,15 +503,16 @@ def weights_of_base(path: Path, base: Mapping[str, str]) -> dict[str, torch.Tens
     return found
 
 
-def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load a module's state; entries that are not tensors (an extra state) are left out and
+def _tensors_of(path: Path, state: Any) -> dict[str, Any]:
+    """Return the tensors of a module's state; other entries (an extra state) are left out and
     named.
     """
-    state = safe_load(path, map_location)
     tensors: dict[str, Any] = {}
     if isinstance(state, Mapping):
         tensors = {
-            str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)
+            str(name): value
+            for name, value in state.items()
+            if isinstance(value, (torch.Tensor, StoredTensor))
         }
     if not tensors:
         raise CheckpointError(
@@ -512,11 +527,16 @@ def _load_module(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     return tensors
 
 
-def _write(state: Mapping[str, torch.Tensor], path: Path, form: str) -> None:
+def _write(state: Mapping[str, Any], path: Path, form: str) -> None:
     """Write tensors to a file, which appears when it is complete."""
+    is_stored = any(isinstance(value, StoredTensor) for value in state.values())
     try:
         with replacing(path) as unfinished, unfinished.open("wb") as handle:
-            if form == "safetensors":
+            if is_stored and form == "safetensors":
+                stream_safetensors(state, handle)
+            elif is_stored:
+                stream_torch(state, handle, unfinished.with_suffix(f"{path.suffix}.tensors"))
+            elif form == "safetensors":
                 from safetensors.torch import save
 
                 separate = {

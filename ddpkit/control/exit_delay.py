@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING
 
-from ddpkit.base import temporarily
-
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
+    from collections.abc import Iterator
 
 HOLD_SECONDS = 25.0  # for a save that the end of the process waits for; launchers kill after 30
 
@@ -25,15 +24,26 @@ class ExitDelay:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._holders = 0  # threads may hold it, too
+        self._mutex = threading.Lock()
 
     @property
     def is_held(self) -> bool:
         """Say whether the end has to wait: not for ever."""
         return self._since is not None and time.monotonic() - self._since < HOLD_SECONDS
 
-    def held(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
         """Return a context during which the watchdog does not end the process."""
-        return temporarily(self, _since=self._since or time.monotonic())
+        with self._mutex:
+            self._holders += 1
+            self._since = self._since or time.monotonic()
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._holders -= 1
+                self._since = self._since if self._holders else None
 
 
 EXIT_DELAY = ExitDelay()

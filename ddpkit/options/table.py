@@ -194,6 +194,9 @@ class OptionTypes:
         choices=("full", "size", "off"), fixed=IN_FIT)
     ckpt_load: str = option("all", CHECKPOINTS, "every process reads a checkpoint, or one sends it",
         choices=("all", "broadcast"), fixed=IN_FIT)
+    ckpt_layout: str = option("shards", CHECKPOINTS,
+        "divided states: each process writes its shard, or one the whole",
+        choices=("shards", "whole"), fixed=IN_FIT)
     ckpt_errors: str = option("stop", CHECKPOINTS, "if a checkpoint cannot be saved: stop, or warn",
         choices=("stop", "warn"), fixed=IN_FIT)
 

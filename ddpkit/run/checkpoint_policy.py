@@ -161,8 +161,8 @@ class CheckpointPolicy:
         checkpointer.tell_epoch = lambda: self.context.progress.epoch or None
         checkpointer.listener = SaveRecord(self.context.progress)
         checkpointer.passes_over = self.run_state.new_settings.passes_over
-        if self.context.strategy.overrides("whole_states"):
-            checkpointer.whole_states = self._whole_states
+        if self.context.strategy.overrides("divided_states"):
+            checkpointer.divided_states = self._divided_states
 
     def _register_loggers(self, checkpointer: Checkpointer) -> None:
         """Have loggers saved that have a state, such as the run of a tracker, unless the recipe
@@ -360,8 +360,7 @@ class CheckpointPolicy:
                 self._end_call()
                 checkpointer.wait()
             except BaseException:
-                if not get_rank():
-                    self._finish_save(checkpointer)
+                self._finish_save(checkpointer)
                 raise
             finally:
                 # what was recovered for this call goes, but for what the next one takes over from
@@ -713,9 +712,9 @@ class CheckpointPolicy:
                 ckpt_predicate=lambda checkpoint: INTRA_EPOCH_KEY in checkpoint.meta,
             )
 
-    def _whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make states whole that are divided over the ranks, if every rank saves and not the main
-        process alone.
+    def _divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Say how states are saved that are divided over the ranks, if every rank saves and not the
+        main process alone.
         """
         if get_world_size() > 1 and not all_ranks_come("save", WAIT_SECONDS):
             given = self.context.options.strategy
@@ -727,12 +726,12 @@ class CheckpointPolicy:
             )
         if self.checkpointer is not None:
             self.checkpointer.find_bases()
-        return self.context.strategy.whole_states(objects)
+        return self.context.strategy.divided_states(objects)
 
     @staticmethod
     def _finish_save(checkpointer: Checkpointer) -> None:
-        """Let a save end that is being written when training fails; main process only. Signals only
-        ask for an end.
+        """Let a save end that this rank is writing when training fails. Signals only ask for an
+        end.
         """
         with alone(), EXIT_DELAY.held():
             try:

@@ -222,7 +222,7 @@ class InitialWeights:
             if unwrap(module).state_dict()
         }
         can_map = all(map(copies_what_it_loads, modules.values()))
-        state = read_weights(path, mmap=can_map)
+        state = read_weights(path, mmap=can_map, lazily=True)
         divided, others = _divided(state, modules)
         for name, module in modules.items():
             self._take(name, module, divided[name])
@@ -243,7 +243,7 @@ class InitialWeights:
             hook(module, path)  # its class knows what fits
             self._note(name, module, Misfits())
             return
-        state = read_weights(path, mmap=copies_what_it_loads(module))
+        state = read_weights(path, mmap=copies_what_it_loads(module), lazily=True)
         self._take(name, module, state)
 
     def _targets(self, source: WeightSource) -> dict[str, Any]:

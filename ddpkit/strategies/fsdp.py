@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ddpkit.base import is_sharded
-from ddpkit.checkpointing import whole_states
+from ddpkit.checkpointing import sharded_states, whole_states
 from ddpkit.compat import tell_waits_of_fsdp
 from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import BatchError, ConfigError, RankMismatchError
@@ -60,6 +60,7 @@ NOT_WITH = {
     "skip_nonfinite_grads": "each rank sees a part of a gradient only",
     "precision=fp16": "the range of fp16 needs a scale (use bf16)",
 }
+SHARDS = "shards"  # of ckpt_layout
 FIRST_STEPS = 3  # the ranks compare the blocks that they have used after each of these
 OTHER_BLOCKS = (
     "strategy='fsdp': the ranks have not used the same blocks in the same order, or not the same "
@@ -589,10 +590,12 @@ class FSDP(Strategy):
             for root in self.roots:
                 root.set_reshard_after_forward(self.options.fsdp_reshard_after_forward)
 
-    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Gather the states that are divided; on the other ranks than rank 0 each tensor is dropped
-        at once.
+    def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take the states apart that are divided; or, with ``ckpt_layout=whole``, gather them: on
+        the other ranks than rank 0 each tensor is dropped at once.
         """
         self._require_same_order(exchange(self._order, site="blocks"))
         self._reshard()
+        if self.options.ckpt_layout == SHARDS and get_world_size() > 1:
+            return sharded_states(objects)
         return {name: WholeState(state) for name, state in whole_states(objects).items()}

@@ -111,9 +111,9 @@ class RareQuestions:
         """Return the trained entries whose weights differ between ranks."""
         return []
 
-    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make the states of objects whole before rank 0 saves them: collective, on every rank in
-        the same order.
+    def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Say how the states of objects are saved of which the main process has a part: collective,
+        on every rank in the same order.
 
         Called where a strategy overrides it: where the main process alone has not all that a
         checkpoint needs.
@@ -122,8 +122,9 @@ class RareQuestions:
             objects: what a checkpoint stores as ``torch.save`` does, by name.
 
         Returns:
-            By name what to save on rank 0 in the place of some of them: has ``state_dict``, which
-            needs no other rank.
+            By name what to save in the place of some of them: on rank 0 an object whose
+            ``state_dict`` is whole and needs no other rank; or on every rank a
+            :class:`~ddpkit.checkpointing.shard_states.ShardedState`.
         """
         return {}
 

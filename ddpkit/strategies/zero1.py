@@ -385,7 +385,7 @@ class Zero1(DDP):
             )
             self.optimizers += [] if divided in self.optimizers else [divided]
 
-    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+    def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the whole states of the optimizers among some objects; on the CPU, but for rank
         0's own part.
         """

@@ -12,6 +12,7 @@ import torch
 from ddpkit.distributed import ddp_barrier, if_main_process
 from ddpkit.errors import CheckpointError
 from tests.cells import some_of
+from tests.checkpointing.sharded_checkpoints import put_in_shards
 from tests.faults.damage import (
     damage,
     delete,
@@ -35,6 +36,7 @@ from tests.faults.storage_tools import (
 from tests.rank_pool import RankPool
 
 TRIALS = 1000
+SHARDED_TRIALS = 300
 STEPS = (1, 2, 3)  # the last is what gets damaged; what falls back finds the one before
 
 
@@ -69,9 +71,11 @@ def same(one, other):
     )
 
 
-def make(folder):
+def make(folder, shards=0):
     """Save three steps; return their checkpoints and states by step, and a safe copy of the
     last.
+
+    With shards so many ranks have written the model and the optimizer.
     """
     run = Random()
     checkpointer = run.checkpointer(folder / "save")
@@ -79,6 +83,8 @@ def make(folder):
     for step in STEPS:
         save(run, checkpointer, step, name=str(step), num_to_keep=9)
         states[step] = run.state()
+        if shards:
+            put_in_shards(folder / "save" / f"CKPT+{step}", ["model", "optimizer"], shards)
     shutil.copytree(folder / "save" / "CKPT+3", folder / "pristine")
     return states
 
@@ -107,7 +113,7 @@ def fate(folder, states, changed, run, checkpointer):
     return "detected"
 
 
-def fuzz(seed, trials, keep_every):
+def fuzz(seed, trials, keep_every, shards=0):
     """Damage, recover and restore; return how often each kind was drawn and each fate came of
     it.
     """
@@ -115,7 +121,7 @@ def fuzz(seed, trials, keep_every):
     draw = random.Random(seed)
     counts = Counter()
     with new_folder() as folder:
-        states = make(folder)
+        states = make(folder, shards)
         victim = folder / "save" / "CKPT+3"
         for trial in range(trials):
             kind, changed = damage(draw, victim, folder / "save" / "CKPT+1")
@@ -156,6 +162,15 @@ def test_every_damage_is_detected_or_harmless(zygote, seed):
     counts = zygote(fuzz, seed, TRIALS // 4, 10)
     judge(counts, TRIALS // 4)
     assert len({kind for kind, _ in counts}) == 12
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_every_damage_of_a_checkpoint_in_shards_is_detected_or_harmless(zygote, shards):
+    counts = zygote(fuzz, 50 + shards, SHARDED_TRIALS // 2, 10, shards)
+    judge(counts, SHARDED_TRIALS // 2)
+    assert {"swap_within", "swap_across", "truncate", "flip_a_bit", "delete"} <= {
+        kind for kind, outcome in counts if outcome == "detected"
+    }
 
 
 # ---------------------------------------------------------------------------------- nothing is left

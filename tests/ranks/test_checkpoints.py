@@ -77,7 +77,7 @@ def save_what_is_divided(folder):
         dist.all_reduce(total)
         return {"part": Part(total.item())}
 
-    checkpointer.whole_states = whole_states
+    checkpointer.divided_states = whole_states
     checkpointer.save_checkpoint()
     checkpointer.recover_if_possible()
     return part.part, asked

@@ -21,7 +21,13 @@ from torch.profiler import profile
 
 from ddpkit.base import is_sharded, local_part
 from ddpkit.checkpointing import arrival
-from ddpkit.checkpoints import Checkpointer, torch_recovery, torch_save, whole_state_dict
+from ddpkit.checkpoints import (
+    Checkpointer,
+    safe_load,
+    torch_recovery,
+    torch_save,
+    whole_state_dict,
+)
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import (
@@ -343,14 +349,88 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path):
         assert one["steps"] == other["steps"] > 0
         assert_same(one["weights"], other["weights"])
     newest = Checkpointer(tmp_path).find_checkpoint()
-    files = {
-        name: torch.load(newest.paramfiles[name], weights_only=True)
-        for name in ("net", "ema", "optimizer")
-    }
+    names = ("net", "ema", "optimizer")
+    files = {name: safe_load(newest.paramfiles[name]) for name in names}
+    shards = {f"{name}-shard-{rank}-of-2.safetensors" for name in names for rank in range(2)}
+    assert {path.name for path in newest.path.glob("*.safetensors")} == shards
     assert {type(one) for one in [*files["net"].values(), *files["ema"].values()]} == {torch.Tensor}
     assert [known["exp_avg"].shape for known in files["optimizer"]["state"].values()] == [
         one.shape for one in make_net().parameters()
     ]
+
+
+def stop_at(folder, strategy, dies_at):
+    assert train(Classifier, folder, dies_at=dies_at, strategy=strategy, **SAVING) is None
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_through_three_sizes_and_two_strategies(ranks, tmp_path):
+    """Shards of 3 ranks, a whole file of one process, shards of 2 ranks."""
+    expected = through()
+    ranks.run(stop_at, tmp_path, "fsdp", (1, 2), world_size=3)
+    newest = Checkpointer(tmp_path).find_checkpoint()
+    assert len(list(newest.path.glob("net-shard-*-of-3.safetensors"))) == 3
+    stop_at(tmp_path, "auto", (2, 4))
+    newest = Checkpointer(tmp_path).find_checkpoint()
+    assert not list(newest.path.glob("*.safetensors"))
+    for result in ranks.run(go_on, tmp_path, world_size=2):
+        assert result["steps"] == expected["steps"]
+        assert result["told"] == pytest.approx(expected["told"][2:], abs=1e-10)
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(
+                result["weights"][name],
+                value,
+                rtol=1e-10,
+                atol=1e-10,
+                msg=name,
+            )
+
+
+def go_on_gathered(folder):
+    return train(Classifier, folder, ckpt_layout="whole", **SAVING)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_can_be_gathered(ranks, tmp_path):
+    ranks.run(stop, tmp_path)
+    expected = ranks.run(through)
+    for one, other in zip(ranks.run(go_on_gathered, tmp_path), expected, strict=True):
+        assert_same(one["weights"], other["weights"])
+    assert not list(Checkpointer(tmp_path).find_checkpoint().path.glob("*.safetensors"))
+
+
+def go_on_by_broadcast(folder):
+    """Go on where rank 0 alone reads the folder."""
+    return train(Classifier, folder, ckpt_load="broadcast", **SAVING)
+
+
+@pytest.mark.slow
+def test_shards_are_sent_by_the_main_process(ranks, tmp_path, monkeypatch):
+    ranks.run(stop, tmp_path)
+    expected = ranks.run(through)
+    for one, other in zip(ranks.run(go_on_by_broadcast, tmp_path), expected, strict=True):
+        assert_same(one["weights"], other["weights"])
+
+
+def begin_from(path, strategy):
+    """Begin a run with the weights of a checkpoint, and return them before a step."""
+    brain, _ = make(Classifier, None, make_net(), strategy=strategy, init_from=str(path))
+    brain.fit([], data(12))
+    return whole(brain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_run_begins_from_weights_in_shards(ranks, tmp_path, strategy):
+    ranks.run(stop, tmp_path)
+    newest = Checkpointer(tmp_path).find_checkpoint()
+    expected = safe_load(newest.paramfiles["net"])
+    for found in ranks.run(begin_from, newest.path, strategy, world_size=3):
+        assert {name.removeprefix("net."): value for name, value in found.items()}.keys() == (
+            expected.keys()
+        )
+        for name, value in expected.items():
+            assert torch.equal(found[f"net.{name}"], value), name
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def test_the_table_is_whole():
         "ckpt_async",
         "ckpt_verify",
         "ckpt_load",
+        "ckpt_layout",
         "ckpt_errors",
         "time_limit",
         "stop_signals",

@@ -1,0 +1,89 @@
+"""States of which each rank holds its own rows, taken apart for a save in shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.base import first_row, gather_whole, is_sharded, local_part, map_named
+from ddpkit.checkpointing.hooks import saved_state
+from ddpkit.checkpointing.module_state import ON_META, has_any, is_on_meta
+from ddpkit.distributed import get_rank, require_all_ranks
+from ddpkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedState:
+    """What a rank has of a state that is divided over the ranks.
+
+    Attributes:
+        skeleton: the state, where the divided tensors are on the meta device.
+        rows: this rank's rows of the divided tensors, by name; they share memory with the object.
+        first_rows: numbers of the first of them.
+
+    Ranks: local.
+    """
+
+    skeleton: Any
+    rows: dict[str, torch.Tensor]
+    first_rows: dict[str, int]
+
+
+def sharded_states(objects: Mapping[str, Any]) -> dict[str, ShardedState]:
+    """Take those states apart whose tensors are divided over the ranks.
+
+    What is divided in another way than by its rows is gathered whole.
+
+    Args:
+        objects: by name, as for :func:`~ddpkit.checkpointing.hooks.torch_save`.
+
+    Raises:
+        CheckpointError: a state is on the meta device, or two names of it are alike.
+        LaunchError: in main-only code, if a state is divided.
+
+    Ranks: collective; the same objects in the same order on all ranks.
+
+    Example:
+        >>> from torch import nn
+        >>> sharded_states({"net": nn.Linear(1, 1)})
+        {}
+    """
+    found = {}
+    for name, obj in objects.items():
+        state = saved_state(obj)
+        if has_any(state, is_sharded):
+            require_all_ranks("save_checkpoint")
+            found[name] = _take_apart(name, state)
+    return found
+
+
+def _take_apart(name: str, state: Any) -> ShardedState:
+    if has_any(state, is_on_meta):
+        raise CheckpointError(ON_META.format("save"))
+    rows: dict[str, torch.Tensor] = {}
+    first_rows: dict[str, int] = {}
+
+    def without_values(key: str, value: Any) -> Any:
+        if not is_sharded(value):
+            return value
+        if not _is_divided_by_rows(value):
+            return gather_whole(value, keep=not get_rank())
+        if key in rows:
+            raise CheckpointError(
+                f"saving the recoverable {name!r}: two entries of its state are called {key!r}."
+            )
+        rows[key] = local_part(value)
+        first_rows[key] = first_row(value)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    return ShardedState(map_named(state, without_values), rows, first_rows)
+
+
+def _is_divided_by_rows(tensor: Any) -> bool:
+    (placement, *others) = tensor.placements
+    return not others and type(placement).__name__ == "Shard" and placement.dim == 0

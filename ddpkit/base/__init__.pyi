@@ -102,6 +102,7 @@ from ddpkit.base.states import (
     LoadHook as LoadHook,
     MethodHook as MethodHook,
     SaveHook as SaveHook,
+    StoredTensor as StoredTensor,
     TransferHook as TransferHook,
     children_of as children_of,
     first_row as first_row,
@@ -119,7 +120,6 @@ from ddpkit.base.states import (
     sharded_like as sharded_like,
     unwrap as unwrap,
 )
-from ddpkit.base.stored_tensor import StoredTensor as StoredTensor
 from ddpkit.base.user_frames import (
     is_library as is_library,
     line_of as line_of,

@@ -5,11 +5,13 @@ Marks say which methods save and load an object; they fill the tables of hooks.
 
 States are plain containers of tensors, of which each rank may hold a part. Such tensors are torch's
 ``DTensor``, as ``fully_shard`` makes them of parameters. They are known by what they can do: so a
-run without them does not load ``torch.distributed.tensor``.
+run without them does not load ``torch.distributed.tensor``. Others are still in the files of a
+checkpoint, of which a rank reads what it needs.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import inspect
 import os
@@ -23,7 +25,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddpkit.base.stored_tensor import StoredTensor
 from ddpkit.errors import ConfigError
 
 SaveHook = Callable[[Any, Path], object]
@@ -250,6 +251,33 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 # ---------------------------------------------------------------------------------------- states
+
+
+class StoredTensor(abc.ABC):
+    """A tensor in the files of a checkpoint: nothing of it is in memory.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of its elements.
+
+    Ranks: local.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @abc.abstractmethod
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """Read some rows into new memory.
+
+        Args:
+            first: number of the first row.
+            count: how many.
+        """
+
+    def whole(self) -> torch.Tensor:
+        """Read all of it into new memory."""
+        return self.rows(0, self.shape[0])
 
 
 def map_values(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -71,7 +71,7 @@ def load_lazily(
     verifies: bool = True,
 ) -> Any:
     """Load as :func:`safe_load` does, but leave tensors in their shards: they are
-    :class:`~ddpkit.base.stored_tensor.StoredTensor`.
+    :class:`~ddpkit.base.states.StoredTensor`.
 
     Args:
         path: the file.

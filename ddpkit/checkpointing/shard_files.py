@@ -15,16 +15,19 @@ nothing was verified before.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ddpkit.base import StoredTensor, kind_of, map_named
+from ddpkit.base import StoredTensor, kind_of, map_named, map_values
 from ddpkit.checkpointing.checkpoint import SUFFIX
+from ddpkit.checkpointing.module_state import is_on_meta
 from ddpkit.checkpointing.safetensors_format import bytes_of
 from ddpkit.checkpointing.storage import BLOCK_BYTES, PIECE_BYTES
 from ddpkit.errors import CheckpointError, CheckpointUsageError
@@ -32,6 +35,7 @@ from ddpkit.errors import CheckpointError, CheckpointUsageError
 ENTRY = "__shards__"  # of the file of torch
 STATE = "state"
 FORMAT = 1
+CPU = torch.device("cpu")
 DIGEST_BYTES = hashlib.sha256().digest_size
 KEPT_PIECES = 2  # of each shard, while small tensors of it are read
 
@@ -68,7 +72,7 @@ class ShardReport:
 
     size: int
     pieces: list[bytes]
-    rows: dict[str, tuple[int, int, int]]
+    rows: dict[str, list[int]]
 
 
 def shard_path(path: Path, number: int, count: int) -> Path:
@@ -98,24 +102,24 @@ def sharded_file(skeleton: Any, reports: Sequence[ShardReport]) -> dict[str, Any
 
     Ranks: main only.
     """
-    rows: dict[str, list[tuple[int, int, int, int]]] = {}
+    rows: dict[str, list[list[int]]] = {}
     for number, report in enumerate(reports):
-        for name, (first, count, place) in report.rows.items():
-            rows.setdefault(name, [])
-            if count:
-                rows[name].append((number, first, count, place))
-    shards = [
-        {
-            "size": report.size,
-            "pieces": torch.frombuffer(bytearray(b"".join(report.pieces)), dtype=torch.uint8),
-        }
-        for report in reports
-    ]
-    tables = {
-        name: torch.tensor(table, dtype=torch.int64).reshape(-1, len(Rows._fields))
-        for name, table in rows.items()
+        for name, known in report.rows.items():
+            rows.setdefault(name, []).append([number, *known])
+    entry = {
+        "format": FORMAT,
+        "shards": list(map(_shard_entry, reports)),
+        "rows": {name: torch.tensor(table) for name, table in rows.items()},
     }
-    return {ENTRY: {"format": FORMAT, "shards": shards, "rows": tables}, STATE: skeleton}
+    return {ENTRY: entry, STATE: skeleton}
+
+
+def _shard_entry(report: ShardReport) -> dict[str, Any]:
+    raw = bytearray().join(report.pieces)
+    return {
+        "size": report.size,
+        "pieces": torch.frombuffer(raw, dtype=torch.uint8),
+    }
 
 
 def is_sharded_file(value: Any) -> bool:
@@ -143,7 +147,7 @@ def shards_of(path: Path, value: Any) -> list[Path]:
 
 def open_state(path: Path, value: Any, *, verifies: bool = True) -> Any:
     """Return the state that a file of torch stands for; tensors in shards are
-    :class:`~ddpkit.base.stored_tensor.StoredTensor`.
+    :class:`~ddpkit.base.states.StoredTensor`.
 
     Args:
         path: of the file.
@@ -162,19 +166,29 @@ def open_state(path: Path, value: Any, *, verifies: bool = True) -> Any:
     if not is_sharded_file(value):
         return value
     entry = _entry(path, value)
+    paths = shards_of(path, value)
     shards = [
-        _Shard(shard, known["size"], _digests(known), verifies=verifies)
-        for shard, known in zip(shards_of(path, value), entry["shards"], strict=True)
+        _Shard(
+            shard,
+            known["size"],
+            _digests(known),
+            verifies=verifies,
+        )
+        for shard, known in zip(paths, entry["shards"], strict=True)
     ]
 
     def stored(name: str, tensor: Any) -> Any:
-        if not (isinstance(tensor, torch.Tensor) and tensor.is_meta):
+        if not is_on_meta(tensor):
             return tensor
         table = entry["rows"].get(name)
         if not (tensor.ndim and _is_table(table)):
             raise ShardError(f"cannot load {path}: it does not say where {name} stands.")
-        rows = [Rows(*row) for row in table.tolist()]
-        return InShards(f"{name} of {path}", tensor.shape, tensor.dtype, rows, shards)
+        return InShards(
+            f"{name} of {path}",
+            tensor,
+            itertools.starmap(Rows, table.tolist()),
+            shards,
+        )
 
     return map_named(value[STATE], stored)
 
@@ -201,23 +215,22 @@ def read_whole(path: Path, value: Any, map_location: Any = "cpu") -> Any:
     device = torch.device(map_location)
     if device.type == "meta":
         return value[STATE]
-    return map_named(
-        open_state(path, value),
-        lambda _, tensor: tensor.whole().to(device) if isinstance(tensor, StoredTensor) else tensor,
-    )
+    state = open_state(path, value)
+    return whole_tensors(state, device)
 
 
-def whole_tensors(state: Any) -> Any:
-    """Read what of a state is still in files.
+def whole_tensors(state: Any, device: torch.device = CPU) -> Any:
+    """Read what of a state is still in files; it goes to a device.
 
     Example:
         >>> whole_tensors({"step": 3})
         {'step': 3}
     """
-    return map_named(
-        state,
-        lambda _, value: value.whole() if isinstance(value, StoredTensor) else value,
-    )
+
+    def read(value: Any) -> Any:
+        return value.whole().to(device) if isinstance(value, StoredTensor) else value
+
+    return map_values(state, read)
 
 
 def _entry(path: Path, value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -227,7 +240,8 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Mapping[str, Any]:
         raise CheckpointError(
             f"cannot load {path}: its shards have format {known!r}, this ddpkit reads {FORMAT}."
         )
-    shards, rows = entry.get("shards"), entry.get("rows")
+    shards = entry.get("shards")
+    rows = entry.get("rows")
     is_right = (
         STATE in value
         and isinstance(rows, dict)
@@ -243,11 +257,12 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_shard(known: Any) -> bool:
     if not isinstance(known, dict):
         return False
-    size, pieces = known.get("size"), known.get("pieces")
+    size = known.get("size")
+    pieces = known.get("pieces")
     if not (type(size) is int and isinstance(pieces, torch.Tensor)):
         return False
-    is_plain = pieces.dtype == torch.uint8 and pieces.ndim == 1
-    return is_plain and pieces.numel() == -(-size // PIECE_BYTES) * DIGEST_BYTES
+    digests = -(-size // PIECE_BYTES)
+    return pieces.dtype == torch.uint8 and pieces.shape == (digests * DIGEST_BYTES,)
 
 
 def _is_table(table: Any) -> bool:
@@ -260,8 +275,8 @@ def _is_table(table: Any) -> bool:
 
 
 def _digests(known: Mapping[str, Any]) -> list[bytes]:
-    raw = known["pieces"].cpu().numpy().tobytes()
-    return [raw[start : start + DIGEST_BYTES] for start in range(0, len(raw), DIGEST_BYTES)]
+    rows = known["pieces"].cpu().reshape(-1, DIGEST_BYTES)
+    return [row.tobytes() for row in rows.numpy()]
 
 
 # ------------------------------------------------------------------------------------- reading
@@ -353,17 +368,16 @@ class InShards(StoredTensor):
     def __init__(
         self,
         name: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        table: Sequence[Rows],
+        like: torch.Tensor,
+        table: Iterable[Rows],
         shards: Sequence[_Shard],
     ) -> None:
         self.name = name
-        self.shape = shape
-        self.dtype = dtype
-        self._table = sorted(table, key=lambda row: row.first)
+        self.shape = like.shape
+        self.dtype = like.dtype
+        self._table = sorted(table, key=operator.attrgetter("first"))
         self._shards = shards
-        self._row_bytes = bytes_of(tuple(shape[1:]), dtype)
+        self._row_bytes = bytes_of(tuple(like.shape[1:]), like.dtype)
 
     def __repr__(self) -> str:
         """Describe it."""

@@ -89,7 +89,11 @@ def _write(
     pieces = storage.write_in_pieces(path, write)
     storage.FILES.sync_file(path)
     rows = {
-        name: (first_rows[name], tensors[name].shape[0], start)
+        name: [
+            first_rows[name],
+            tensors[name].shape[0],
+            start,
+        ]
         for name, start in layout.starts.items()
     }
     return ShardReport(layout.size, pieces, rows)
@@ -146,15 +150,15 @@ def from_text(text: str) -> dict[str, ShardReport]:
     """Return the reports that :func:`to_text` has made a text of.
 
     Example:
-        >>> from_text(to_text({"net": ShardReport(3, [b"a"], {"w": (0, 1, 2)})}))
-        {'net': ShardReport(size=3, pieces=[b'a'], rows={'w': (0, 1, 2)})}
+        >>> from_text(to_text({"net": ShardReport(3, [b"a"], {"w": [0, 1, 2]})}))
+        {'net': ShardReport(size=3, pieces=[b'a'], rows={'w': [0, 1, 2]})}
     """
     found: dict[str, Any] = json.loads(text)
     return {
         name: ShardReport(
             known["size"],
             [bytes.fromhex(piece) for piece in known["pieces"]],
-            {key: (row[0], row[1], row[2]) for key, row in known["rows"].items()},
+            known["rows"],
         )
         for name, known in found.items()
     }

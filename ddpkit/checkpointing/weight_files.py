@@ -36,7 +36,7 @@ def read_weights(
             with one under ``state_dict``, ``model_state_dict`` or ``model``.
         mmap: as in :func:`~ddpkit.checkpointing.file_loading.safe_load`.
         lazily: leave tensors in their shards, as
-            :class:`~ddpkit.base.stored_tensor.StoredTensor`.
+            :class:`~ddpkit.base.states.StoredTensor`.
 
     Returns:
         Tensors by name; a state may have other entries, too.

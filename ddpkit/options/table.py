@@ -196,7 +196,7 @@ class OptionTypes:
         choices=("all", "broadcast"), fixed=IN_FIT)
     ckpt_layout: str = option("shards", CHECKPOINTS,
         "divided states: each process writes its shard, or one the whole",
-        choices=("shards", "whole"), fixed=IN_FIT)
+        choices=("shards", "whole"), is_attribute=False, fixed=IN_FIT)
     ckpt_errors: str = option("stop", CHECKPOINTS, "if a checkpoint cannot be saved: stop, or warn",
         choices=("stop", "warn"), fixed=IN_FIT)
 

@@ -289,6 +289,15 @@ def _forget_loss() -> None:
     LossMeter.load_state_dict = lambda self, state: None
 
 
+def keep_only(place: str | None) -> None:
+    """Have all kills fall at one place, on 2 and 3 ranks alike; None: anywhere."""
+    if place is None:
+        return
+    for weights, kept in ((PLACES, {place: 1}), (WORLD_SIZES, {2: 1, 3: 1})):
+        weights.clear()
+        weights.update(kept)
+
+
 SABOTAGE = {"random": _forget_random, "optimizer": _forget_optimizer, "loss": _forget_loss}
 
 
@@ -304,6 +313,11 @@ def main() -> int:
         help="only this one; may be repeated",
     )
     parser.add_argument("--strategy", default="", choices=["zero1", "fsdp"], help="instead of ddp")
+    parser.add_argument(
+        "--place",
+        choices=list(PLACES),
+        help="kill there alone, on 2 and 3 ranks alike: save for saves in shards, with fsdp",
+    )
     parser.add_argument("--json", type=Path, help="write the table there, too")
     parser.add_argument("--keep", type=Path, help="work in this folder, and keep what differs")
     parser.add_argument(
@@ -331,6 +345,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.sabotage:
         SABOTAGE[options.sabotage]()
+    keep_only(options.place)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="ddpkit-faults-"))
     try:
         with zygote():

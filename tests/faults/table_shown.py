@@ -22,7 +22,11 @@ CONTRACT = "tests/contract/test_bad_input.py"
 BACKGROUND = "tests/ranks/test_async_checkpoints.py"
 
 # Rows that are kills, with words for tests.faults.campaign.
-CAMPAIGNS = {"F4": (), "F20": ("--virtual",)}
+CAMPAIGNS = {
+    "F4": (),
+    "F20": ("--virtual",),
+    "F22": ("--strategy", "fsdp", "--place", "save"),
+}
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,12 @@ SHOWN = {
         "no checkpoint unreadable, torn or lost; nothing is left over",
         ("tests/checkpointing/test_store_crashes.py",),
         environment={"STORE_KILLS": "200"},
+    ),
+    "F22": Shown(
+        "SIGKILL of ranks at file operations of saves in shards (fsdp), on 2 and 3 processes; "
+        "up to three times",
+        "goes on by itself; the same bits as without; none from an incomplete checkpoint (the "
+        "trials are kills)",
     ),
 }  # fmt: skip
 

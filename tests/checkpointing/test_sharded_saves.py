@@ -17,7 +17,7 @@ from ddpkit.checkpointing import shard_saving, shard_writing
 from ddpkit.comm import get_runtime
 from ddpkit.distributed import get_rank
 from ddpkit.errors import CheckpointError
-from tests.faults.sharded_runs import ShardedRun, save, steps_of
+from tests.checkpointing.sharded_runs import ShardedRun, save, steps_of
 from tests.faults.storage_tools import (
     MODES,
     CrashingFiles,

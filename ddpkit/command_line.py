@@ -229,7 +229,7 @@ def _argument(word: str, rest: deque[str]) -> _Argument:
         argument.values.append(_whole(value, rest))
         return argument
     option = argument.option
-    if option is not None and option.type is bool:
+    if option is not None and (option.type is bool or option.bare):
         return argument  # never swallows a word
     is_list = option is not None and option.type is list
     argument.is_open = option is None or is_list
@@ -297,6 +297,8 @@ def _value(argument: _Argument, option: Option) -> Any:
     """Type the value of a run option."""
     if option.type is bool and not argument.values:
         return True
+    if option.bare and not argument.values:
+        return option.bare
     if option.type is list and argument.is_open:
         return option.coerce(argument.values, ON_COMMAND_LINE)
     if not argument.values or not argument.values[0].strip():

@@ -142,6 +142,11 @@ class WeightAverage:
     def modules(self, modules: nn.ModuleDict) -> None:
         self._owner = _Modules(modules)
 
+    @property
+    def averages(self) -> list[torch.Tensor]:
+        """The averages themselves, of the weights that are followed now."""
+        return list(self._averages.values())
+
     def follow_modules_of(self, owner: _HasModules) -> None:
         """Average from now on the modules that an object has, whichever these are at a step.
 

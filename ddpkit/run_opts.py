@@ -23,8 +23,10 @@ from ddpkit.launch import (
     NPROC,
     PARITY,
     LaunchInfo,
+    become_estimate,
     become_torchrun,
     find_launch,
+    find_slice,
     options_of_slice,
     refuse_lonely_node,
 )
@@ -85,7 +87,7 @@ _OWN_ATTRIBUTES = frozenset({"_values", "_reached", "overridden_args"})
 # None means: find it out, and so counts as not given
 _FOUND_OUT = ("device", "distributed_backend")
 # it has had its effect before there are options
-_ON_THE_COMMAND_LINE_ALONE = ("nproc",)
+_ON_THE_COMMAND_LINE_ALONE = ("estimate", "nproc")
 # where it was started from; no choice of settings
 _OF_THIS_START = frozenset({"param_file", "distributed_launch"})
 
@@ -550,7 +552,8 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
 
     State: sets ``LOCAL_RANK`` in the environment for an old ``--local_rank=N`` where the launcher
         did not, and ``sys.excepthook``. With ``--nproc`` this process becomes torch's launcher,
-        which starts the script once per rank.
+        which starts the script once per rank. With ``--estimate`` it becomes
+        ``python -m ddpkit estimate``, which runs the script for a few steps.
 
     Example:
         >>> parse_arguments(["--precision=fp8", "hparams.yaml"])
@@ -571,6 +574,9 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
                 "--distributed_launch has no effect any more: the launcher decides. Leave it out."
             )
         nproc = given.pop("nproc", None)
+        estimate = given.pop("estimate", None)
+        if estimate is not None and find_slice() is None:
+            _start_estimate(estimate, nproc, arg_list)
         if nproc is not None and not (NPROC in os.environ and find_launch().is_distributed):
             _start_ranks(nproc, line, arg_list)
         info = find_launch()
@@ -609,6 +615,20 @@ def _start_ranks(nproc: str, line: CommandLine, arg_list: Sequence[str] | None) 
             "other arguments. Leave --nproc out, and start the script with torchrun."
         )
     become_torchrun(nproc, line.given.get("device", line.in_yaml.get("device")))
+
+
+def _start_estimate(
+    asked: str,
+    nproc: str | None,
+    arg_list: Sequence[str] | None,
+) -> NoReturn:
+    """Become the command that estimates the memory of this script."""
+    if arg_list is not None and list(arg_list) != sys.argv[1:]:
+        raise ConfigError(
+            f"estimate={asked!r} restarts the script with sys.argv, but parse_arguments was given "
+            "other arguments. Leave --estimate out, and use `python -m ddpkit estimate`."
+        )
+    become_estimate(asked, nproc)
 
 
 def _apply_old_options(source: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": (
         "look at this machine, or at all of a launch: what is wrong for training, and what to do"
     ),
+    "estimate": "rehearse a recipe: what memory each process would take, and what fits",
     "kubernetes": "write the YAML of a training job for Kubeflow in a Kubernetes cluster",
     "lr-find": "try rising learning rates with a recipe: at which its loss falls fastest",
     "port": "show what changes in a SpeechBrain recipe that moves to ddpkit, or change it",

@@ -38,6 +38,7 @@ from ddpkit.comm.time_limits import (
     shorten_timeout as shorten_timeout,
 )
 from ddpkit.comm.tree_sum import (
+    BUCKET_BYTES as BUCKET_BYTES,
     OrderedSum as OrderedSum,
     TreeSum as TreeSum,
     add_tensors as add_tensors,

@@ -24,6 +24,11 @@ from ddpkit.compat.recorded_events import (
     ProfileEvent as ProfileEvent,
     profile_events as profile_events,
 )
+from ddpkit.compat.recorded_peaks import (
+    RecordedPeaks as RecordedPeaks,
+    StepPeaks as StepPeaks,
+    peaks_of_trace as peaks_of_trace,
+)
 from ddpkit.compat.speechbrain_marks import (
     speechbrain_hook as speechbrain_hook,
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.profiler
 from torch.autograd import DeviceType
 
 if TYPE_CHECKING:
@@ -58,6 +59,24 @@ def profile_events(profiler: Any) -> list[ProfileEvent]:
     results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
     events = getattr(results, "events", None)
     return _of_public(profiler.events()) if events is None else _of_kineto(events())
+
+
+def allocations_recorder() -> torch.profiler.profile:
+    """Return a profiler that records what is allocated on the CPU; it is not started."""
+    return torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+    )
+
+
+def mark_moment(name: str) -> None:
+    """Mark this moment in what is recorded.
+
+    Args:
+        name: of the mark.
+    """
+    with torch.profiler.record_function(name):
+        pass
 
 
 def _of_kineto(events: Iterable[Any]) -> list[ProfileEvent]:

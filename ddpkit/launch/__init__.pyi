@@ -3,6 +3,7 @@ from ddpkit.launch.child_processes import (
     refuse_child_of_rank as refuse_child_of_rank,
     without_launch as without_launch,
 )
+from ddpkit.launch.estimate import become_estimate as become_estimate
 from ddpkit.launch.launcher_variables import (
     NPROC as NPROC,
     PARITY as PARITY,

@@ -197,7 +197,7 @@ def _own_words() -> str:
     """Return the script and its arguments, without ``--nproc``, which torchrun has now."""
     import shlex  # for a message alone
 
-    words = _script_and_arguments(sys.orig_argv[1:])
+    words = script_and_arguments(sys.orig_argv[1:])
     if not words or not hasattr(sys.modules["__main__"], "__file__"):  # typed in, or a notebook
         return EXAMPLE
     left = []
@@ -209,7 +209,7 @@ def _own_words() -> str:
     return shlex.join(left)
 
 
-def _script_and_arguments(words: Sequence[str]) -> Sequence[str]:
+def script_and_arguments(words: Sequence[str]) -> Sequence[str]:
     """Return a command line of Python without Python's own options; ``-m`` is torchrun's, too."""
     for number, word in enumerate(words):
         is_value = number > 0 and words[number - 1] in _WITH_VALUE

@@ -1,5 +1,5 @@
-"""A measured slice of a run: what ``python -m ddpkit scale`` and ``lr-find`` ask of the processes
-that they start.
+"""A measured slice of a run: what ``python -m ddpkit scale``, ``lr-find`` and ``estimate`` ask of
+the processes that they start.
 
 The plan is in the environment of each of them. Such a process runs the recipe's own script up to
 its first call of ``fit``, measures a few steps there and ends. It writes nothing of the user's: no
@@ -39,6 +39,10 @@ class SlicePlan:
             is not.
         loader_seconds: to measure it with each of them.
         learning_rates: to be tried, one in each optimizer step; then nothing else is measured.
+        estimated_on: numbers of processes for which the memory is estimated; then nothing else is
+            measured.
+        assumed: run options of the run that is estimated, where they differ from those of the
+            slice.
 
     Ranks: local; equal on all ranks.
 
@@ -59,6 +63,8 @@ class SlicePlan:
     loader_workers: list[int] = field(default_factory=list)
     loader_seconds: float = 1.5
     learning_rates: list[float] = field(default_factory=list)
+    estimated_on: list[int] = field(default_factory=list)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the plan as the value of an environment variable."""

@@ -55,6 +55,8 @@ class Option:
         sets_speed: whether it decides how fast a step is: it is told with measured steps.
         in_slice: its value in a measured slice of a run, which goes on from nothing, saves and
             shows nothing, and measures each step, whatever is given; else that which is given.
+        bare: the value that it has without one, as ``--estimate``; empty: it needs one. It then
+            takes a value after ``=`` alone, never the next word.
 
     Ranks: local.
 
@@ -78,6 +80,7 @@ class Option:
     changes_numbers: bool | None = None
     sets_speed: bool = False
     in_slice: Any = AS_GIVEN
+    bare: str = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         annotation = owner.__annotations__[name]

@@ -256,10 +256,12 @@ class ParserOptions:
     run.
 
     Example:
-        >>> PARSER_ONLY == {"nproc", "local_rank"}
+        >>> PARSER_ONLY == {"estimate", "nproc", "local_rank"}
         True
     """
 
+    estimate: str = option("", RUNNING, "say what memory each process would take, and end",
+        form="N,24GB", shown="off", bare="1,2,4,8")
     nproc: str = option("", WHERE, "start N processes of this script on this node",
         form="N|gpu|cpu|auto", shown="this one")
     local_rank: int | None = option(None, OLD, "LOCAL_RANK where the environment has none",

@@ -29,6 +29,7 @@ from ddpkit.run.step_plan import sizes_in_run
 from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
 
 if TYPE_CHECKING:
+    from ddpkit.run.passes import Passes
     from ddpkit.training import RunContext, TrainStep
 
 #: Options that are told with the result where they are not the default.
@@ -50,6 +51,7 @@ class EpochTrainer(Protocol):
 
     context: RunContext
     train_step: TrainStep
+    passes: Passes
 
     def train(
         self,

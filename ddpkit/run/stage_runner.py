@@ -206,6 +206,10 @@ class StageRunner:
             from ddpkit.run.lr_sweep import sweep_learning_rates
 
             sweep_learning_rates(plan, self, brain, loader, epoch)
+        if plan.estimated_on:
+            from ddpkit.run.memory_rehearsal import rehearse_memory
+
+            rehearse_memory(plan, self, brain, loader, epoch)
         from ddpkit.run.measured_slice import measure_slice
 
         measure_slice(plan, self, brain, loader, epoch)

@@ -1,5 +1,5 @@
-"""Commands that look at a machine, at a recipe on it, and at runs: ``scale``, ``lr-find``,
-``doctor`` and ``report``.
+"""Commands that look at a machine, at a recipe on it, and at runs: ``scale``, ``estimate``,
+``lr-find``, ``doctor`` and ``report``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ from ddpkit.see.doctor.command import (
     run_doctor as run_doctor,
 )
 from ddpkit.see.doctor.local_ranks import run_ranks as run_ranks
+from ddpkit.see.estimate.command import run_estimate as run_estimate
+from ddpkit.see.estimate.request import EstimateRequest as EstimateRequest
 from ddpkit.see.lr_find.command import run_lr_find as run_lr_find
 from ddpkit.see.lr_find.request import LrFindRequest as LrFindRequest
 from ddpkit.see.report.page import (

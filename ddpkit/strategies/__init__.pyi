@@ -8,6 +8,7 @@ from ddpkit.strategies.choice import (
     check_strategy as check_strategy,
     choose_strategy as choose_strategy,
     chosen_by_own_option as chosen_by_own_option,
+    chosen_for as chosen_for,
     make_strategy as make_strategy,
 )
 from ddpkit.strategies.entries import (
@@ -16,17 +17,27 @@ from ddpkit.strategies.entries import (
     refuse_shared_parameters as refuse_shared_parameters,
     take_device as take_device,
 )
+from ddpkit.strategies.loading import (
+    new_strategy as new_strategy,
+)
 from ddpkit.strategies.meta_modules import (
     is_on_meta as is_on_meta,
 )
 from ddpkit.strategies.names import (
     problem_with as problem_with,
     register as register,
+    registered as registered,
     registered_names as registered_names,
     unregister as unregister,
 )
 from ddpkit.strategies.option_refusals import (
     refuse_with as refuse_with,
+)
+from ddpkit.strategies.rank_memory import (
+    RankMemory as RankMemory,
+    RehearsedRun as RehearsedRun,
+    divided_memory as divided_memory,
+    whole_memory as whole_memory,
 )
 from ddpkit.strategies.rare_questions import (
     NO_CONTEXT as NO_CONTEXT,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
     from ddpkit.training import Accumulation, Progress
 
 
@@ -193,6 +194,27 @@ class Strategy(RareQuestions):
         Ranks: all; the main process shows them. Must not communicate.
         """
         return {"strategy": self.name}
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory | None:
+        """Return how much memory a rank would take, for ``--estimate``: called on an object that
+        was given no run and is never bound.
+
+        Args:
+            run: whose steps were rehearsed in one process, and the number of processes to answer
+                for.
+
+        Returns:
+            Bytes by what they are for; None: not known.
+            :func:`~ddpkit.strategies.rank_memory.whole_memory` is the answer where each rank holds
+            the whole model, and :func:`~ddpkit.strategies.rank_memory.divided_memory` where each
+            holds a part.
+
+        Raises:
+            ConfigError: it cannot work on so many processes.
+
+        Ranks: one process; no process group is there.
+        """
+        return None
 
     # ------------------------------------------------------------------ a pass over the data
 

@@ -61,8 +61,9 @@ def choose_strategy(
     """
     _warn_of_unused(options)
     check_strategy(options, has_own_fit_batch=has_own_fit_batch)
-    strategy = new_strategy(_chosen(options))
-    if not (strategy.runs_alone() or distributed.is_distributed_initialized()):
+    several = distributed.is_distributed_initialized()
+    strategy = new_strategy(_chosen(options, several=several))
+    if not (strategy.runs_alone() or several):
         strategy = new_strategy(SINGLE)
     if vars(strategy).get(_BOUND, False):
         raise ConfigError(
@@ -135,6 +136,29 @@ def chosen_by_own_option(options: RunOptions) -> str:
     return ""
 
 
+def chosen_for(options: RunOptions, processes: int) -> str:
+    """Return the name of the strategy that a launch of so many processes would get.
+
+    Args:
+        options: of the run.
+        processes: number of them.
+
+    Returns:
+        A name, ``"module:Class"``, or what an object says of itself.
+
+    Ranks: local.
+
+    Example:
+        >>> from ddpkit.run_opts import RunOptions
+        >>> chosen_for(RunOptions(), 1), chosen_for(RunOptions(), 2)
+        ('single', 'ddp')
+    """
+    value = _chosen(options, several=processes > 1)
+    if processes == 1 and not new_strategy(value).runs_alone():
+        return SINGLE
+    return value if isinstance(value, str) else repr(value)
+
+
 def make_strategy(device: str) -> Strategy:
     """Choose the strategy from the launch, for a loop of one's own: DDP where there is a process
     group.
@@ -177,12 +201,12 @@ def _warn_of_unused(options: RunOptions) -> None:
             )
 
 
-def _chosen(options: RunOptions) -> Any:
+def _chosen(options: RunOptions, *, several: bool) -> Any:
     """Return what the option ``strategy`` would say, if options of single strategies chose none."""
     own = chosen_by_own_option(options)
     if own or options.strategy != AUTO:
         return own or options.strategy
-    return DDP if distributed.is_distributed_initialized() else SINGLE
+    return DDP if several else SINGLE
 
 
 def _looking(options: RunOptions, asked: Collection[Any]) -> list[Any]:

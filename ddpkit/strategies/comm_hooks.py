@@ -7,7 +7,7 @@ leftovers go into checkpoints.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -192,3 +192,37 @@ def bytes_of_gradient(options: RunOptions, parameter: torch.Tensor) -> float:
         thin = options["matrix_approximation_rank"] * (rows + numbers // rows)
         return float(min(thin, numbers) * parameter.element_size())
     return float(numbers * parameter.element_size())
+
+
+BUCKET_MIB = 25.0  # of gradients in a bucket, where bucket_cap_mb does not say it
+_MIB = 1 << 20
+
+
+class HookMemory(NamedTuple):
+    """The bytes that the averages of buckets take on a rank.
+
+    Attributes:
+        in_passes: at most, in the passes.
+        kept: from step to step.
+    """
+
+    in_passes: float
+    kept: float
+
+
+def bytes_of_hook(options: RunOptions, gradients: Mapping[torch.Tensor, int]) -> HookMemory:
+    """Return what the averages of buckets take beside the buckets.
+
+    Args:
+        options: of the run.
+        gradients: bytes of each gradient, by its parameter.
+    """
+    hook = options["ddp_comm_hook"]
+    if hook in {"fp16", "bf16"}:  # copies of all buckets may be under way at once
+        return HookMemory(sum(bytes_of_gradient(options, weight) for weight in gradients), 0.0)
+    if hook == "powersgd":  # what is left over of each gradient, and a copy of one bucket
+        whole = float(sum(gradients.values()))
+        return HookMemory(
+            whole + min(whole, (options["bucket_cap_mb"] or BUCKET_MIB) * _MIB), whole
+        )
+    return HookMemory(0.0, 0.0)

@@ -8,6 +8,7 @@ step because no backward pass has done it. How far one module is:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import Strategy, removing_hooks
 from ddpkit.strategies.batch_norm_layers import batch_norm_row, batch_norms, has_moving_buffers
 from ddpkit.strategies.batch_outputs import has_batch_statistics
-from ddpkit.strategies.comm_hooks import bytes_of_gradient, hook_of
+from ddpkit.strategies.comm_hooks import bytes_of_gradient, bytes_of_hook, hook_of
 from ddpkit.strategies.empty_backward import call_without_batch, complete
 from ddpkit.strategies.entries import (
     broadcast_from_main,
@@ -37,6 +38,7 @@ from ddpkit.strategies.entries import (
 from ddpkit.strategies.gradient_average import average_gradients
 from ddpkit.strategies.gradient_reduction import BatchClock, GradientReduction
 from ddpkit.strategies.option_refusals import ROUNDED, is_given, refuse_with
+from ddpkit.strategies.rank_memory import whole_memory
 from ddpkit.strategies.rare_questions import NO_CONTEXT
 from ddpkit.strategies.sending import send_from_main
 from ddpkit.strategies.switched_attribute import SwitchedAttribute
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
 
 
 logger = get_logger(__name__)
@@ -742,6 +745,24 @@ class DDP(Strategy):
             if hook is None
             else (f"sent between processes as {hook} (--ddp_comm_hook)"),
         }
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory:
+        """Return the memory of the whole model, with the buckets in which gradients travel: they
+        have their memory from the first step on, and gradients are views of them, or copies.
+        """
+        whole = whole_memory(run)
+        options = run.options
+        is_view = _or_default(options.gradient_as_bucket_view, not run.has_own_fit_batch)
+        # what is accumulated under no_sync is no view
+        buckets = 0.0 if is_view and run.micro_batches == 1 else whole.gradients
+        hook = bytes_of_hook(options, run.gradients)
+        return dataclasses.replace(
+            whole,
+            exchange=buckets + hook.in_passes,
+            after_backward=buckets + hook.in_passes,
+            in_step=buckets + hook.kept,
+            keeps_gradients=is_view or whole.keeps_gradients,
+        )
 
     def _converted(self, module: nn.Module) -> nn.Module:
         return module if self.options.sync_batchnorm is False else convert_sync_batchnorm(module)

@@ -13,9 +13,10 @@ with old weights after the next optimizer step, so :meth:`FSDP.finish_gradients`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ from ddpkit.strategies.entries import (
 from ddpkit.strategies.meta_modules import give_values, is_on_meta
 from ddpkit.strategies.names import OF_DDP
 from ddpkit.strategies.option_refusals import ROUNDED, refuse_with
+from ddpkit.strategies.rank_memory import bytes_in, divided_memory
 from ddpkit.strategies.rare_questions import NO_CONTEXT, bytes_of
 from ddpkit.strategies.sending import send_from_main
 from ddpkit.strategies.unwrapped_buffers import UnwrappedBuffers
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
 
 logger = get_logger(__name__)
 
@@ -94,6 +97,23 @@ def _owners(module: nn.Module) -> Counter[int]:
     """Count in how many parts of a module each parameter is, by its id."""
     parts = [part for _, part in module.named_modules(remove_duplicate=False)]
     return Counter(id(parameter) for part in parts for parameter in part.parameters(recurse=False))
+
+
+class _BlockBytes(NamedTuple):
+    """The bytes of a block while it is whole: its weights, and its gradients with what divides
+    them.
+    """
+
+    weights: float
+    reduced: float
+
+
+def _share(tensor: torch.Tensor, processes: int) -> float:
+    """Return which part of a tensor the rank with the most of it holds: rows are divided."""
+    if not tensor.dim() or not tensor.shape[0]:
+        return 1.0
+    rows = tensor.shape[0]
+    return -(-rows // processes) / rows
 
 
 def _send_buffers(module: nn.Module, _: Any) -> None:
@@ -349,6 +369,54 @@ class FSDP(Strategy):
                     "one out."
                 )
         return blocks
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory:
+        """Return the memory of a rank's parts, and of the blocks that are gathered at a time."""
+        self.options = run.options
+        divided = divided_memory(run, lambda tensor: _share(tensor, run.processes))
+        gathered = [
+            self._gathered_sizes(name, module, run.gradients)
+            for name, module in run.modules.items()
+        ]
+        roots = sum(sizes[-1].weights for sizes in gathered)
+        inner = max((size.weights for sizes in gathered for size in sizes[:-1]), default=0.0)
+        everything = sum(size.weights for sizes in gathered for size in sizes)
+        # an entry stays whole while its blocks compute; a block is gathered in one piece and copied
+        # into its parameters, while the block before it is still whole
+        exchange = max(2 * roots, roots + 3 * inner)
+        if not run.options.fsdp_reshard_after_forward:
+            exchange = everything + max(roots, inner)
+        last = max((sizes[-1].reduced for sizes in gathered), default=0.0)
+        block = max((size.reduced for sizes in gathered for size in sizes[:-1]), default=0.0)
+        whole = sum(run.gradients.values()) if run.options.fsdp_whole_gradients else 0.0
+        whole *= run.micro_batches > 1
+        if run.options.fsdp_cpu_offload:
+            divided = dataclasses.replace(divided, weights=0.0, gradients=0.0, optimizer=0.0)
+        return dataclasses.replace(
+            divided,
+            exchange=exchange + whole,
+            after_backward=max(last, roots + 2 * inner + block) + whole,
+            in_step=0.0,
+        )
+
+    def _gathered_sizes(
+        self,
+        name: str,
+        module: nn.Module,
+        gradients: Mapping[torch.Tensor, int],
+    ) -> list[_BlockBytes]:
+        """Return what each block of an entry takes while it is whole; the entry comes last."""
+        taken = set[int]()
+        found = []
+        is_half = self.options.fsdp_param_dtype != "own"
+        for block in (*self._chosen_blocks(name, module), module):
+            own = [weight for weight in block.parameters() if id(weight) not in taken]
+            taken |= {id(weight) for weight in own}
+            weights = sum(weight.numel() * 2.0 if is_half else bytes_in(weight) for weight in own)
+            reduced = sum(gradients.get(weight, 0) for weight in own)
+            # whole gradients, and a copy of them in the order in which they are divided
+            found.append(_BlockBytes(weights, reduced * (1.5 if is_half else 2.0)))
+        return found
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the blocks, and on batch statistics."""

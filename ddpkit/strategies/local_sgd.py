@@ -8,6 +8,7 @@ ICLR 2020, https://arxiv.org/abs/1808.07217; ``post_localSGD_hook.py``, ``averag
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ from ddpkit.strategies.ddp import DDP
 from ddpkit.strategies.equal_groups import require_equal_groups
 from ddpkit.strategies.no_gradients import has_gradients, trained_of
 from ddpkit.strategies.option_refusals import refuse_with
+from ddpkit.strategies.rank_memory import whole_memory
 from ddpkit.strategies.rare_questions import bytes_of
-from ddpkit.strategies.tensor_averages import average_equal
+from ddpkit.strategies.tensor_averages import BUCKET_ELEMENTS, average_equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
     from ddpkit.training import Accumulation
 
+_FLOAT = 4  # bytes of a number in float32
 CHOSEN = "ddp_comm_hook=post_local_sgd"
 NOT_WITH = {
     "strategy=fsdp": "each process needs the whole state of the optimizers",
@@ -238,6 +242,20 @@ class LocalSGD(DDP):
     def averages_gradients(self) -> bool:
         """Say whether they are averaged before the ranks begin to step by themselves."""
         return self.start > 0
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory:
+        """Return the memory of the whole model, with DDP's buckets, which hold no gradient of a
+        rank alone, and the bucket in which weights and states are averaged after a step.
+        """
+        whole = whole_memory(run)
+        averaged = min(whole.weights + whole.optimizer + whole.buffers, BUCKET_ELEMENTS * _FLOAT)
+        averaged -= whole.gradients  # which are gone by then
+        return dataclasses.replace(
+            whole,
+            exchange=whole.gradients,
+            after_backward=whole.gradients,
+            in_step=whole.gradients + max(averaged, 0.0),
+        )
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows as of DDP, and on how long gradients are averaged."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.errors import DdpkitError
+    from ddpkit.run_opts import RunOptions
     from ddpkit.step_times import StepTimer
 
 NO_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()
@@ -84,6 +85,16 @@ class RareQuestions:
             error: raised in a stage.
         """
         return None
+
+    def data_ranks(self, options: RunOptions, processes: int) -> int:
+        """Return over how many ranks the samples of an optimizer step are divided; of a strategy
+        that is not bound yet.
+
+        Args:
+            options: of the run.
+            processes: number of them.
+        """
+        return processes
 
     # ------------------------------------------------------------------ modules
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from ddpkit import distributed
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.base import Strategy
+from ddpkit.strategies.rank_memory import whole_memory
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
 
 
 class SingleDevice(Strategy):
@@ -43,6 +45,16 @@ class SingleDevice(Strategy):
     def runs_alone(self) -> bool:
         """Say that there is work in one process."""
         return True
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory:
+        """Return the memory of the whole model.
+
+        Raises:
+            ConfigError: there are several processes.
+        """
+        if run.processes > 1:
+            raise ConfigError("it is for one process")
+        return whole_memory(run)
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return one row, and one on gradients where an option says how they are sent."""

@@ -11,13 +11,15 @@ part in it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from ddpkit.comm import OrderedSum, TreeSum, add_tensors
+from ddpkit.comm import BUCKET_BYTES, OrderedSum, TreeSum, add_tensors
 from ddpkit.data import Division
 from ddpkit.device import use_deterministic_kernels, widest_float
 from ddpkit.distributed import get_world_size
@@ -28,6 +30,7 @@ from ddpkit.strategies.batch_norm_layers import batch_norms
 from ddpkit.strategies.entries import broadcast_from_main, refuse_wrapped
 from ddpkit.strategies.names import OF_DDP
 from ddpkit.strategies.option_refusals import refuse_with
+from ddpkit.strategies.rank_memory import whole_memory
 from ddpkit.strategies.rare_questions import NO_CONTEXT, bytes_of, wide_number
 from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.training import FeedThrough, PassedThrough, StreamFeed
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
     from ddpkit.training import Accumulation, Feed, Progress, Window
 
     # number of shards, count of the loss, moves of buffers, gradients
@@ -232,6 +236,37 @@ class VirtualRanks(Strategy):
             if get_world_size() > 1:
                 broadcast_from_main(module, self.device)
         self.begin_epoch(modules)
+
+    def data_ranks(self, options: RunOptions, processes: int) -> int:
+        """Return the number of virtual ranks."""
+        number: int = options["virtual_ranks"]
+        return number
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory:
+        """Return the memory of the whole model, with the gradients of earlier shards: sums of the
+        tree, or those of each shard where a shard has several batches in a step.
+
+        Raises:
+            ConfigError: the virtual ranks cannot be divided over so many processes.
+        """
+        number = run.options["virtual_ranks"]
+        if number % run.processes:
+            raise ConfigError(f"{number} virtual ranks cannot be divided over them")
+        whole = whole_memory(run)
+        shards = number // run.processes
+        kept = math.ceil(math.log2(shards)) if run.micro_batches == 1 else shards
+        before = whole.buffers + kept * whole.gradients
+        # what is sent of a bucket, what comes, their sum, and all sums that are there already
+        bucket = min(whole.gradients, BUCKET_BYTES)
+        sums = whole.gradients + 3 * bucket if run.processes > 1 else 0.0
+        subtrees = shards.bit_count()  # the first is the gradients
+        return dataclasses.replace(
+            whole,
+            exchange=before,
+            after_backward=before,
+            in_step=whole.buffers + (subtrees - 1) * whole.gradients + sums,
+            keeps_gradients=False,  # each shard's are taken away
+        )
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the shards, and on batch statistics, which each shard takes from its own

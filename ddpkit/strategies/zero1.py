@@ -16,6 +16,7 @@ itself (decision 0019).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,15 @@ from ddpkit.optim import parameters_of
 from ddpkit.strategies.base import WholeState
 from ddpkit.strategies.ddp import APART, DDP
 from ddpkit.strategies.equal_groups import require_equal_groups
+from ddpkit.strategies.rank_memory import bytes_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
     from ddpkit.training import Accumulation
 
 PACKED_BELOW = 1 << 20  # bytes: smaller parameters of an owner travel together
@@ -63,6 +66,34 @@ NOT_AVERAGED = (
 )
 
 MARK = "ddpkit_zero1"  # attribute of an optimizer that is divided already
+
+
+def deal(parameters: Iterable[torch.Tensor], loads: list[int]) -> dict[torch.Tensor, int]:
+    """Assign parameters to ranks, the largest first, each to the rank with the smallest total.
+
+    Args:
+        parameters: which no rank has yet.
+        loads: elements that each rank has already; kept up to date.
+
+    Returns:
+        The rank of each.
+
+    Example:
+        >>> sizes = [torch.ones(4), torch.ones(3), torch.ones(2)]
+        >>> list(deal(sizes, [0, 0]).values())
+        [0, 1, 1]
+    """
+    owners = {}
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+        owner = loads.index(min(loads))
+        owners[parameter] = owner
+        loads[owner] += parameter.numel()
+    return owners
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Say whether a parameter travels together with others, in a buffer that is kept."""
+    return not parameter.is_contiguous() or bytes_in(parameter) < PACKED_BELOW
 
 
 class DividedOptimizer:
@@ -116,19 +147,10 @@ class DividedOptimizer:
     def _is_mine(self, parameter: Any) -> bool:
         return self._owners.get(parameter, self._rank) == self._rank
 
-    def _deal(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Assign unowned parameters to ranks, the largest first, each to the rank with the smallest
-        total.
-        """
+    def _deal(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Assign unowned parameters to ranks."""
         new = [parameter for parameter in parameters if parameter not in self._owners]
-        for parameter in sorted(
-            new,
-            key=torch.Tensor.numel,
-            reverse=True,
-        ):
-            owner = self._loads.index(min(self._loads))
-            self._owners[parameter] = owner
-            self._loads[owner] += parameter.numel()
+        self._owners |= deal(new, self._loads)
 
     def _plan(self, groups: list[list[torch.Tensor]]) -> None:
         """Work out the parameters that this rank steps, and the buffers to broadcast."""
@@ -139,15 +161,11 @@ class DividedOptimizer:
         ]
         together: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for parameter in trained:
-            is_alone = (
-                parameter.is_contiguous()
-                and parameter.numel() * parameter.element_size() >= PACKED_BELOW
-            )
             key = (
                 self._owners[parameter],
                 parameter.dtype,
                 parameter.device,
-                id(parameter) if is_alone else 0,
+                0 if is_packed(parameter) else id(parameter),
             )
             together.setdefault(key, []).append(parameter)
         self._sent = []
@@ -384,6 +402,33 @@ class Zero1(DDP):
                 self._loads,
             )
             self.optimizers += [] if divided in self.optimizers else [divided]
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory:
+        """Return the memory as under DDP, with the states that the rank with the most of them
+        owns, and the buffers in which small parameters travel.
+        """
+        whole = super().rank_memory(run)
+        ranks = range(run.processes)
+        loads = [0 for _ in ranks]
+        owners: dict[torch.Tensor, int] = {}
+        for optimizer in run.optimizers.values():
+            trained = dict.fromkeys(parameters_of([optimizer]))
+            owners |= deal([weight for weight in trained if weight not in owners], loads)
+        states = [0.0 for _ in ranks]
+        for parameter, value in run.states():
+            states[owners[parameter]] += bytes_in(value)
+        stepped = [0.0 for _ in ranks]
+        for parameter, size in run.gradients.items():
+            stepped[owners.get(parameter, 0)] += size
+        packed = sum(bytes_in(parameter) for parameter in owners if is_packed(parameter))
+        return dataclasses.replace(
+            whole,
+            optimizer=max(states),
+            exchange=whole.exchange + packed,
+            after_backward=whole.after_backward + packed,
+            in_step=whole.in_step + packed,
+            step_share=max(stepped) / (sum(stepped) or 1.0),
+        )
 
     def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the whole states of the optimizers among some objects; on the CPU, but for rank

@@ -151,6 +151,11 @@ TABLE = (
         tests=("tests/see/scale", "tests/see/doctor/test_recipe_loader.py"),
     ),
     Feature(
+        "ddpkit/run/memory_rehearsal.py",
+        r"(?i)estimate|rehears",
+        tests=("tests/see/estimate", "tests/ranks/test_estimated_memory.py"),
+    ),
+    Feature(
         "ddpkit/parity/__init__.py",
         r"parity",
         tests=("tests/parity", "ddpkit/parity"),

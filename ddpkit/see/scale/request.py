@@ -128,16 +128,31 @@ def device_of(words: Sequence[str]) -> str | None:
         >>> device_of(["train.py", "--device=cpu"]), device_of(["train.py"])
         ('cpu', None)
     """
+    return option_of(words, "device")
+
+
+def option_of(words: Sequence[str], name: str) -> str | None:
+    """Return the value of an option that a recipe's command line or YAML gives, if it is said in
+    plain words.
+
+    Args:
+        words: script and arguments.
+        name: of the option.
+
+    Example:
+        >>> option_of(["train.py", "--virtual_ranks", "8"], "virtual_ranks")
+        '8'
+    """
     for place, word in enumerate(words):
-        if word.startswith("--device="):
+        if word.startswith(f"--{name}="):
             return word.partition("=")[2]
-        if word == "--device" and place + 1 < len(words):
+        if word == f"--{name}" and place + 1 < len(words):
             return words[place + 1]
     for word in words:
         if word.endswith(_YAML_SUFFIXES) and Path(word).is_file():
             found = {key.value: value.value for key, value in pairs(read_document(word).root)}
-            device = found.get("device")
-            return device if isinstance(device, str) else None
+            value = found.get(name)
+            return value if isinstance(value, str) else None
     return None
 
 

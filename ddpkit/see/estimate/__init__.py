@@ -1,0 +1,1 @@
+"""What ``python -m ddpkit estimate`` is made of."""

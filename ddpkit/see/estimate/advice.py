@@ -1,0 +1,94 @@
+"""The sentence at the end: does it fit, and if not, what does."""
+
+from __future__ import annotations
+
+from ddpkit.see.amounts import in_bytes
+from ddpkit.see.estimate.figures import Estimate, RankFigures
+
+NO_MEMORY = (
+    "There is no GPU here, so nothing is said about what fits. Give the memory of one: "
+    "--memory=24GB, or with the option of the recipe --estimate=24GB."
+)
+NOTHING = "none of the strategies does on these numbers of processes"
+CHECKPOINTING = "--activation_checkpointing"
+MOST_OF_IT = 0.5  # of a peak: activations that large are worth computing again
+
+
+def advice(found: Estimate) -> str:
+    """Return a sentence or two on what fits.
+
+    Args:
+        found: the estimate.
+
+    Ranks: local.
+    """
+    memory = found.memory
+    if memory is None:
+        return NO_MEMORY
+    own = found.chosen
+    if own is None:
+        return (
+            "The strategy of the recipe does not say what it takes on "
+            f"{_processes(found.processes[0])}."
+        )
+    amounts = f"{in_bytes(own.peak())} of {in_bytes(memory)}"
+    if own.fits(memory):
+        return f"Fits under {_where(own)}: {amounts}{_room(found, own)}."
+    ways = [
+        *_smaller_batch(found, own),
+        *_other_strategies(found, own),
+        *_checkpointing(found, own),
+    ]
+    return f"Does not fit under {_where(own)} ({amounts}). {_joined(ways)}"
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'' if number == 1 else 'es'}"
+
+
+def _where(row: RankFigures) -> str:
+    return f"{row.row['strategy']} on {_processes(row.row['processes'])}"
+
+
+def _room(found: Estimate, row: RankFigures) -> str:
+    """Say how large the micro-batch may be."""
+    largest = row.largest(found.memory or 0.0) if found.is_line else None
+    return "" if largest is None else f"; with micro_batch_size <= {largest}"
+
+
+def _smaller_batch(found: Estimate, own: RankFigures) -> list[str]:
+    largest = own.largest(found.memory or 0.0) if found.is_line else None
+    return [f"with --micro_batch_size={largest} it does"] if largest else []
+
+
+def _other_strategies(found: Estimate, own: RankFigures) -> list[str]:
+    """Name the first strategy that fits on the same number of processes, or else on more."""
+    memory = found.memory or 0.0
+    others = [
+        row
+        for row in found.rows
+        if row.fits(memory)
+        and row.row["is_like_one_process"]
+        and not row.row["refused"]
+        and row.row["processes"] >= own.row["processes"]
+    ]
+    if not others:
+        return []
+    # the fewest processes, and of these what holds most: it sends least
+    best = min(
+        others,
+        key=lambda row: (row.row["processes"], -row.peak()),
+    )
+    return [f"{_where(best)} does: {in_bytes(best.peak())}"]
+
+
+def _checkpointing(found: Estimate, own: RankFigures) -> list[str]:
+    given = found.result["options"].get("activation_checkpointing")
+    if given or own.activations < MOST_OF_IT * own.peak():
+        return []
+    return [f"{CHECKPOINTING} keeps less of its activations, {in_bytes(own.activations)}"]
+
+
+def _joined(ways: list[str]) -> str:
+    sentence = "; or ".join(ways) if ways else NOTHING
+    return f"{sentence[0].upper()}{sentence[1:]}."

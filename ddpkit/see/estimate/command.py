@@ -1,0 +1,140 @@
+"""What the command does, in order: rehearse, reckon, tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpkit.base import accelerator_kind, replacing, writing
+from ddpkit.errors import LaunchError
+from ddpkit.launch import SlicePlan
+from ddpkit.see.estimate.figures import Estimate
+from ddpkit.see.estimate.request import EstimateRequest
+from ddpkit.see.estimate.table import report
+from ddpkit.see.orderly_end import ended_in_order
+from ddpkit.see.scale.cells import Cell
+from ddpkit.see.scale.rounds import scratch_folder
+from ddpkit.see.scale.slice_process import SliceFailedError, run_plan
+
+#: Options of the process that rehearses: it has the whole model on one device.
+OPTIONS = {
+    "data_parallel_backend": False,
+    "measure_steps": "off",
+    "virtual_ranks": None,
+}
+FULL = ("out of memory", "can't allocate memory", "not enough memory", "was ended by SIGKILL")
+ON_THE_CPU = "  the GPU is too small for a rehearsal: once more on the CPU"
+TOO_LARGE = (
+    "{}\nAn estimate has the whole model, its gradients and the states of its optimizers in the "
+    "memory of one process, and there is not enough of it here. Estimate on a machine with more, "
+    "with --device=cpu and a smaller batch; or a model with fewer blocks, twice: each block adds "
+    "the same."
+)
+
+
+def run_estimate(
+    request: EstimateRequest,
+    say: Callable[[str], object],
+    tell: Callable[[str], object],
+) -> int:
+    """Rehearse a few steps of a recipe, and say what each strategy would take.
+
+    Args:
+        request: what to estimate, and what to write.
+        say: is given the answer.
+        tell: is told what the recipe says, if it takes long.
+
+    Returns:
+        0; 1 if the run does not fit into the memory that is known.
+
+    Raises:
+        ConfigError: something asked for cannot work here.
+        LaunchError: the recipe has failed.
+
+    Ranks: one process, outside of a launch.
+    """
+    request.check()
+    with ended_in_order(), scratch_folder() as folder:
+        result = _rehearsed(request, folder, tell)
+        given = request.memory_bytes
+        memory = result["device_memory"] if given is None else given
+        found = Estimate(request.recipe.shown, result, request.processes, memory)
+        say(report(found))
+        _write(found, request.json)
+    own = found.chosen
+    if own is None or memory is None:
+        return 0
+    return 0 if own.fits(memory) else 1
+
+
+def _rehearsed(
+    request: EstimateRequest,
+    folder: Path,
+    tell: Callable[[str], object],
+) -> dict[str, Any]:
+    """Return what the rehearsal has written; on the CPU where the device is too small."""
+    try:
+        return _run(request, folder, OPTIONS, tell)
+    except SliceFailedError as error:
+        if not _is_full(error):
+            raise
+        memory = _memory_of_gpu()
+        if memory is None:
+            raise LaunchError(TOO_LARGE.format(error)) from error
+    tell(ON_THE_CPU)
+    try:
+        found = _run(
+            request,
+            folder,
+            {**OPTIONS, "device": "cpu"},
+            tell,
+        )
+    except SliceFailedError as error:
+        if not _is_full(error):
+            raise
+        raise LaunchError(TOO_LARGE.format(error)) from error
+    return {**found, "device_memory": memory}
+
+
+def _run(
+    request: EstimateRequest,
+    folder: Path,
+    options: Mapping[str, Any],
+    tell: Callable[[str], object],
+) -> dict[str, Any]:
+    plan = SlicePlan(
+        str(folder),
+        str(folder / "result.json"),
+        options=options,
+        estimated_on=request.processes,
+        assumed=request.assumed,
+    )
+    return run_plan(request.recipe, Cell("", 1), plan, tell)
+
+
+def _is_full(error: SliceFailedError) -> bool:
+    """Say whether a rehearsal has failed for want of memory, of its device or of the host."""
+    return any(words in str(error) for words in FULL)
+
+
+def _memory_of_gpu() -> float | None:
+    """Return the memory of the first GPU; None where there is none."""
+    kind = accelerator_kind()
+    if kind not in {"cuda", "xpu"}:
+        return None
+    allocator: Any = getattr(torch, kind)
+    return float(allocator.mem_get_info(0)[1])
+
+
+def _write(found: Estimate, path: Path | None) -> None:
+    if path is None:
+        return
+    text = json.dumps(found.as_dict(), indent=1) + "\n"
+    with writing(f"--json={str(path)!r}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")

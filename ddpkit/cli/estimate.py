@@ -29,7 +29,7 @@ of one above goes after --.
 
 examples:
   python -m ddpkit estimate train.py hparams.yaml
-  python -m ddpkit estimate train.py hparams.yaml --nproc 4,1,2,8 --memory 24GB --strategy=zero1
+  python -m ddpkit estimate train.py hparams.yaml --nproc 4,1,2,8 --memory 24GB --strategy=fsdp
   python train.py hparams.yaml --estimate=4,8,24GB            the same, as an option of the recipe
 """
 

@@ -55,6 +55,7 @@ class Option:
         sets_speed: whether it decides how fast a step is: it is told with measured steps.
         in_slice: its value in a measured slice of a run, which goes on from nothing, saves and
             shows nothing, and measures each step, whatever is given; else that which is given.
+        saves_activations: whether it makes the passes keep less for the gradients.
         bare: the value that it has without one, as ``--estimate``; empty: it needs one. It then
             takes a value after ``=`` alone, never the next word.
 
@@ -80,6 +81,7 @@ class Option:
     changes_numbers: bool | None = None
     sets_speed: bool = False
     in_slice: Any = AS_GIVEN
+    saves_activations: bool = False
     bare: str = ""
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -166,7 +166,7 @@ class OptionTypes:
         minimum=0)
     activation_checkpointing: list[str] | None = option(None, GRADIENTS,
         "recompute blocks of these classes", form="A B", is_attribute=False, fixed=WRAPPED,
-        changes_numbers=False, sets_speed=True)
+        changes_numbers=False, sets_speed=True, saves_activations=True)
     skip_nonfinite_grads: bool = option(False, GRADIENTS,
         "drop single gradients that are not finite")
     remove_vector_weight_decay: bool = option(False, GRADIENTS,

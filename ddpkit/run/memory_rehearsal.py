@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ddpkit.base import replacing
+from ddpkit.compat import is_compiled
 from ddpkit.control import usage_errors
 from ddpkit.distributed import run_on_main
 from ddpkit.errors import ConfigError, RunStopped
@@ -27,7 +28,7 @@ from ddpkit.options import RUN_OPTIONS
 from ddpkit.run.memory_lines import line_through
 from ddpkit.run.memory_peaks import COUNTED, peaks_on
 from ddpkit.run.passes import Passes
-from ddpkit.run.rehearsal_batches import RehearsalBatch, batches_to_rehearse
+from ddpkit.run.rehearsal_batches import RehearsalBatch, batches_to_rehearse, moves_early
 from ddpkit.run.step_plan import sizes_in_run
 from ddpkit.strategies import RehearsedRun, chosen_for, new_strategy, registered
 from ddpkit.training import FeedThrough, micro_batches
@@ -211,7 +212,7 @@ class MemoryRehearsal(Passes):
         held = 0.0
         if torch.device(self._context.device).type not in COUNTED:
             held += batch.size
-        if self._context.options.prefetch_to_device:
+        if moves_early(self._loader):
             held += batch.size
         gradients = float(sum(self._gradients.values()))
         return {
@@ -354,14 +355,12 @@ class MemoryRehearsal(Passes):
         return -(-whole // (ranks * factor)), factor
 
     def _remarks(self, measured: Sequence[Mapping[str, Any]]) -> list[str]:
-        options = self._context.options
-        compiles = (options.compile, options.compile_module_keys, options.compile_blocks)
         said = {
             OWN_FIT_BATCH: self._context.recipe.has_own_fit_batch,
             NO_STEP: not self._has_stepped,
             CHANGING: len(measured) == 1,
             FIRST_SAMPLES: len(measured) > 1,
-            COMPILED: any(compiles),
+            COMPILED: any(map(is_compiled, self._context.modules.modules())),
             NOT_EVALUATED: True,
         }
         return [words for words, is_so in said.items() if is_so]

@@ -68,6 +68,15 @@ def batches_to_rehearse(
     ]
 
 
+def moves_early(loader: Any) -> bool:
+    """Say whether a batch is on the device while the one before it is computed.
+
+    Args:
+        loader: of the training.
+    """
+    return getattr(inner_loader(loader), "passed_through", None) is not None
+
+
 def _collated(loader: Any, indices: Sequence[Any], size: int) -> Any:
     """Return a batch of the first samples; they come again where there are too few."""
     chosen = list(itertools.islice(itertools.cycle(indices), size))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from ddpkit.options import OPTIONS
 from ddpkit.see.amounts import in_bytes
-from ddpkit.see.estimate.figures import Estimate, RankFigures
+from ddpkit.see.estimate.figures import USABLE, Estimate, RankFigures
 
 NO_MEMORY = (
     "There is no GPU here, so nothing is said about what fits. Give the memory of one: "
     "--memory=24GB, or with the option of the recipe --estimate=24GB."
 )
-NOTHING = "none of the strategies does on these numbers of processes"
-CHECKPOINTING = "--activation_checkpointing"
+NOTHING = "None of the strategies does on these numbers of processes."
 MOST_OF_IT = 0.5  # of a peak: activations that large are worth computing again
 
 
@@ -31,15 +31,14 @@ def advice(found: Estimate) -> str:
             "The strategy of the recipe does not say what it takes on "
             f"{_processes(found.processes[0])}."
         )
-    amounts = f"{in_bytes(own.peak())} of {in_bytes(memory)}"
     if own.fits(memory):
+        amounts = f"{in_bytes(own.peak())} of {in_bytes(memory)}"
         return f"Fits under {_where(own)}: {amounts}{_room(found, own)}."
-    ways = [
-        *_smaller_batch(found, own),
-        *_other_strategies(found, own),
-        *_checkpointing(found, own),
-    ]
-    return f"Does not fit under {_where(own)} ({amounts}). {_joined(ways)}"
+    ways = [*_smaller_batch(found, own), *_other_strategies(found, own)]
+    does = f"What does: {'; or '.join(ways)}." if ways else NOTHING
+    room = f"{in_bytes(own.peak())}, and {in_bytes(USABLE * memory)} of {in_bytes(memory)} are free"
+    words = [f"Does not fit under {_where(own)}: {room}.", does, *_other_options(found, own)]
+    return " ".join(words)
 
 
 def _processes(number: int) -> str:
@@ -53,12 +52,15 @@ def _where(row: RankFigures) -> str:
 def _room(found: Estimate, row: RankFigures) -> str:
     """Say how large the micro-batch may be."""
     largest = row.largest(found.memory or 0.0) if found.is_line else None
-    return "" if largest is None else f"; with micro_batch_size <= {largest}"
+    return "" if largest is None else f"; batches of a process may have {largest} samples"
 
 
 def _smaller_batch(found: Estimate, own: RankFigures) -> list[str]:
     largest = own.largest(found.memory or 0.0) if found.is_line else None
-    return [f"with --micro_batch_size={largest} it does"] if largest else []
+    if not largest:
+        return []
+    is_whole = "global_batch_size" in found.result["options"]
+    return [f"--micro_batch_size={largest}" if is_whole else f"a batch_size of {largest}"]
 
 
 def _other_strategies(found: Estimate, own: RankFigures) -> list[str]:
@@ -79,16 +81,13 @@ def _other_strategies(found: Estimate, own: RankFigures) -> list[str]:
         others,
         key=lambda row: (row.row["processes"], -row.peak()),
     )
-    return [f"{_where(best)} does: {in_bytes(best.peak())}"]
+    return [f"{_where(best)}, {in_bytes(best.peak())}"]
 
 
-def _checkpointing(found: Estimate, own: RankFigures) -> list[str]:
-    given = found.result["options"].get("activation_checkpointing")
-    if given or own.activations < MOST_OF_IT * own.peak():
+def _other_options(found: Estimate, own: RankFigures) -> list[str]:
+    """Name the options that would keep less of the activations, where these are most of it."""
+    given = found.result["options"]
+    names = [one.name for one in OPTIONS if one.saves_activations and not given.get(one.name)]
+    if not names or own.activations < MOST_OF_IT * own.peak():
         return []
-    return [f"{CHECKPOINTING} keeps less of its activations, {in_bytes(own.activations)}"]
-
-
-def _joined(ways: list[str]) -> str:
-    sentence = "; or ".join(ways) if ways else NOTHING
-    return f"{sentence[0].upper()}{sentence[1:]}."
+    return [f"--{names[0]} keeps less of its activations, {in_bytes(own.activations)}."]

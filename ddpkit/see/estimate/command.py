@@ -12,20 +12,17 @@ import torch
 from ddpkit.base import accelerator_kind, replacing, writing
 from ddpkit.errors import LaunchError
 from ddpkit.launch import SlicePlan
+from ddpkit.options import RUN_OPTIONS
 from ddpkit.see.estimate.figures import Estimate
-from ddpkit.see.estimate.request import EstimateRequest
+from ddpkit.see.estimate.request import ASSUMED, EstimateRequest
 from ddpkit.see.estimate.table import report
 from ddpkit.see.orderly_end import ended_in_order
 from ddpkit.see.scale.cells import Cell
 from ddpkit.see.scale.rounds import scratch_folder
 from ddpkit.see.scale.slice_process import SliceFailedError, run_plan
 
-#: Options of the process that rehearses: it has the whole model on one device.
-OPTIONS = {
-    "data_parallel_backend": False,
-    "measure_steps": "off",
-    "virtual_ranks": None,
-}
+#: Options of the process that rehearses: it has the whole model on one device, and takes no times.
+OPTIONS = {"measure_steps": "off", **{name: RUN_OPTIONS[name].default for name in ASSUMED}}
 FULL = ("out of memory", "can't allocate memory", "not enough memory", "was ended by SIGKILL")
 ON_THE_CPU = "  the GPU is too small for a rehearsal: once more on the CPU"
 TOO_LARGE = (

@@ -150,17 +150,19 @@ class Estimate:
     @property
     def rows(self) -> list[RankFigures]:
         """What is known, by the number of processes; what trains as one process does comes
-        first.
+        first, and of that what takes most.
         """
         lines = Lines(self.result["lines"], self.result["gradients"])
         known = [row for row in self.result["rows"] if "impossible" not in row]
-        known.sort(
-            key=lambda row: (
-                row["processes"],
-                not row["is_like_one_process"],
+        rows = [RankFigures(row, lines) for row in known]
+        rows.sort(
+            key=lambda one: (
+                one.row["processes"],
+                not one.row["is_like_one_process"],
+                -one.peak(),
             )
         )
-        return [RankFigures(row, lines) for row in known]
+        return rows
 
     @property
     def chosen(self) -> RankFigures | None:

@@ -11,6 +11,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.launch import find_launch
 from ddpkit.see.scale.request import option_of, require_outputs, require_recipe
 from ddpkit.see.scale.slice_process import MeasuredCommand
+from ddpkit.strategies import registered
 
 UNDER_A_LAUNCHER = (
     "an estimate is made in one process, and this one was started by {}. Start it alone, and say "
@@ -19,8 +20,13 @@ UNDER_A_LAUNCHER = (
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|T)?(i)?B?", re.IGNORECASE)
 _UNITS = ("", "k", "m", "g", "t")  # each a thousand of the one before
 
-#: Options of a run that the rehearsal turns off, and the estimate assumes all the same.
-ASSUMED = ("virtual_ranks",)
+#: Options of a run that choose a strategy by themselves, also in one process: the rehearsal turns
+#: them off, and the estimate assumes them all the same.
+ASSUMED = tuple(
+    known.chosen_by
+    for known in registered().values()
+    if known.chosen_by and "=" not in known.chosen_by
+)
 
 
 def memory_of(text: str) -> float:

@@ -13,6 +13,7 @@ from ddpkit.base import require_writable_file
 from ddpkit.device import accelerator_kind, count_devices
 from ddpkit.errors import ConfigError, MissingExtraError, MissingFileError
 from ddpkit.launch import count_processes
+from ddpkit.options import RUN_OPTIONS
 from ddpkit.recipe_yaml import pairs, read_document
 from ddpkit.see.scale.cells import Cell, cells_of, sizes_of, ways_of
 from ddpkit.see.scale.slice_process import MeasuredCommand
@@ -142,10 +143,14 @@ def option_of(words: Sequence[str], name: str) -> str | None:
     Example:
         >>> option_of(["train.py", "--virtual_ranks", "8"], "virtual_ranks")
         '8'
+        >>> option_of(["train.py", "--data_parallel_backend", "h.yaml"], "data_parallel_backend")
+        'True'
     """
     for place, word in enumerate(words):
         if word.startswith(f"--{name}="):
             return word.partition("=")[2]
+        if word == f"--{name}" and RUN_OPTIONS[name].type is bool:
+            return "True"
         if word == f"--{name}" and place + 1 < len(words):
             return words[place + 1]
     for word in words:

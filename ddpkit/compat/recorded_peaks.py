@@ -40,7 +40,10 @@ class RecordedPeaks:
     Ranks: local.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+    ) -> None:
         self._trace = folder / "memory_trace.json"
         self._recorder: Any = None
         self._has_stepped = False

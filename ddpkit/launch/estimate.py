@@ -21,7 +21,10 @@ NOT_A_SCRIPT = (
 )
 
 
-def become_estimate(asked: str, nproc: str | None) -> NoReturn:
+def become_estimate(
+    asked: str,
+    nproc: str | None,
+) -> NoReturn:
     """Turn this process into the command that estimates the memory of the running script.
 
     Args:
@@ -52,7 +55,10 @@ def become_estimate(asked: str, nproc: str | None) -> NoReturn:
     os.execv(sys.executable, command)  # noqa: S606 -- as meant
 
 
-def options_of(asked: str, nproc: str | None) -> list[str]:
+def options_of(
+    asked: str,
+    nproc: str | None,
+) -> list[str]:
     """Return the options of the command.
 
     Args:

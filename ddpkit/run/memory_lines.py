@@ -23,7 +23,10 @@ class Line:
     fixed: float
     per_sample: float
 
-    def at(self, samples: int) -> float:
+    def at(
+        self,
+        samples: int,
+    ) -> float:
         """Return the bytes of so many samples."""
         return self.fixed + self.per_sample * samples
 

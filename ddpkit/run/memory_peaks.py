@@ -29,7 +29,10 @@ class Peaks(Protocol):
         """End the step, and return its peaks."""
 
 
-def peaks_on(device: str, scratch: str) -> Peaks:
+def peaks_on(
+    device: str,
+    scratch: str,
+) -> Peaks:
     """Return what measures peaks on a device.
 
     Args:
@@ -64,7 +67,10 @@ class AllocatorPeaks:
     Ranks: local.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(
+        self,
+        device: str,
+    ) -> None:
         self._device = device
         self._allocator: Any = getattr(torch, torch.device(device).type)
         self._before = 0

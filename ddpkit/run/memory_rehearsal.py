@@ -119,7 +119,10 @@ class MemoryRehearsal(Passes):
         self._gradients: dict[torch.Tensor, int] = {}  # bytes of each, as the first step has them
         self._has_stepped = False
 
-    def feed(self, feed: Any) -> FeedThrough:
+    def feed(
+        self,
+        feed: Any,
+    ) -> FeedThrough:
         """Return a feed that yields the batches of the rehearsal.
 
         Args:
@@ -127,7 +130,11 @@ class MemoryRehearsal(Passes):
         """
         return FeedThrough(feed, functools.partial(self._batches, feed))
 
-    def _batches(self, feed: Any, window: Window) -> Iterator[Any]:
+    def _batches(
+        self,
+        feed: Any,
+        window: Window,
+    ) -> Iterator[Any]:
         """Yield each batch three times, and end the run."""
         samples = self._samples()
         batches = batches_to_rehearse(self._loader, feed.batches(window), samples)
@@ -167,7 +174,11 @@ class MemoryRehearsal(Passes):
         sizes = self._sizes.per_process
         return None if sizes is None else sizes[1]
 
-    def _prepared(self, batch: RehearsalBatch, window: Window) -> Any:
+    def _prepared(
+        self,
+        batch: RehearsalBatch,
+        window: Window,
+    ) -> Any:
         """Return a batch, which is a step of its own."""
         window.begin()
         window.closes = True
@@ -176,7 +187,10 @@ class MemoryRehearsal(Passes):
         window.loss_scale = window.correction = 1.0
         return batch.batch
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(
+        self,
+        *_: Any,
+    ) -> None:
         """Note what has a gradient, and that the passes are over."""
         if not self._has_stepped:
             self._has_stepped = True
@@ -224,16 +238,25 @@ class MemoryRehearsal(Passes):
 
     # ------------------------------------------------------------------ the result
 
-    def _end(self, measured: Sequence[Mapping[str, Any]]) -> NoReturn:
+    def _end(
+        self,
+        measured: Sequence[Mapping[str, Any]],
+    ) -> NoReturn:
         run_on_main(self._write, args=(self._result(measured),))
         raise RunStopped(0, "slice")
 
-    def _write(self, values: Mapping[str, Any]) -> None:
+    def _write(
+        self,
+        values: Mapping[str, Any],
+    ) -> None:
         path = Path(self._plan.result)
         with replacing(path) as unfinished:
             unfinished.write_text(json.dumps(values) + "\n", encoding="utf-8")
 
-    def _result(self, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _result(
+        self,
+        measured: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]:
         context = self._context
         device = torch.device(context.device)
         lines: dict[str, dict[str, float]] = {}
@@ -354,7 +377,10 @@ class MemoryRehearsal(Passes):
         factor = micro_batches(given, options.micro_batch_size, whole, ranks)
         return -(-whole // (ranks * factor)), factor
 
-    def _remarks(self, measured: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _remarks(
+        self,
+        measured: Sequence[Mapping[str, Any]],
+    ) -> list[str]:
         said = {
             OWN_FIT_BATCH: self._context.recipe.has_own_fit_batch,
             NO_STEP: not self._has_stepped,
@@ -366,13 +392,20 @@ class MemoryRehearsal(Passes):
         return [words for words, is_so in said.items() if is_so]
 
 
-def _is_chosen(options: Any, key: str) -> bool:
+def _is_chosen(
+    options: Any,
+    key: str,
+) -> bool:
     name, _, value = key.partition("=")
     given = options[name]
     return str(given) == value if value else bool(given)
 
 
-def _choose(options: Any, key: str, processes: int) -> None:
+def _choose(
+    options: Any,
+    key: str,
+    processes: int,
+) -> None:
     """Choose a strategy by an option of its own: its value, or a number that fits the processes."""
     name, _, value = key.partition("=")
     row = RUN_OPTIONS[name]
@@ -380,5 +413,8 @@ def _choose(options: Any, key: str, processes: int) -> None:
     options.update({name: value or otherwise})
 
 
-def _leave_out(*_: Any, **__: Any) -> None:
+def _leave_out(
+    *_: Any,
+    **__: Any,
+) -> None:
     """Stand in for a hook that a slice does not call."""

@@ -77,7 +77,11 @@ def moves_early(loader: Any) -> bool:
     return getattr(inner_loader(loader), "passed_through", None) is not None
 
 
-def _collated(loader: Any, indices: Sequence[Any], size: int) -> Any:
+def _collated(
+    loader: Any,
+    indices: Sequence[Any],
+    size: int,
+) -> Any:
     """Return a batch of the first samples; they come again where there are too few."""
     chosen = list(itertools.islice(itertools.cycle(indices), size))
     dataset = loader.dataset
@@ -86,7 +90,10 @@ def _collated(loader: Any, indices: Sequence[Any], size: int) -> Any:
     return loader.collate_fn([dataset[index] for index in chosen])
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def tensors_in(
+    value: Any,
+    depth: int = 0,
+) -> Iterator[torch.Tensor]:
     """Yield the tensors of a batch.
 
     Args:

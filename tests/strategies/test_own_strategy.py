@@ -26,10 +26,12 @@ BLOCK = re.compile(r"^```python\n# (?P<file>\S+)\n(?P<text>.*?)^```$", re.MULTIL
 def install(folder):
     """Write the package of the page."""
     blocks = list(BLOCK.finditer(PAGE.read_text(encoding="utf-8")))
-    assert [block["file"] for block in blocks] == ["my_package/averaging.py"]
+    files = [block["file"] for block in blocks]
+    assert files == ["my_package/averaging.py", "my_package/with_memory.py"]
     (folder / "my_package").mkdir()
     (folder / "my_package" / "__init__.py").touch()
-    (folder / blocks[0]["file"]).write_text(blocks[0]["text"])
+    for block in blocks:
+        (folder / block["file"]).write_text(block["text"])
 
 
 def imported(folder):

@@ -13,6 +13,7 @@ from torch import nn
 from ddpkit.errors import ConfigError
 from ddpkit.run_opts import RunOptions
 from ddpkit.strategies import RehearsedRun, Strategy, divided_memory, new_strategy, whole_memory
+from tests.strategies.test_own_strategy import install
 
 SIZES = (300_000, 200_000, 100_000)  # numbers of each parameter, in rows of ten
 WHOLE = 4.0 * sum(SIZES)
@@ -115,6 +116,13 @@ def test_a_strategy_of_ones_own_adds_what_it_holds():
     found = Own().rank_memory(rehearsed(processes=4))
     assert (found.weights, found.exchange, found.step_share) == (WHOLE / 4, 7.0, 0.25)
     assert found.held == pytest.approx(3 * WHOLE / 4 + 100 + 12)
+
+
+def test_the_strategy_of_the_page_says_what_it_holds(tmp_path, monkeypatch):
+    install(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = new_strategy("my_package.with_memory:KeepsLastAverage").rank_memory(rehearsed())
+    assert (found.weights, found.exchange, found.in_step) == (WHOLE, WHOLE, WHOLE)
 
 
 def test_frozen_weights_have_no_gradients():

@@ -49,13 +49,19 @@ def _where(row: RankFigures) -> str:
     return f"{row.row['strategy']} on {_processes(row.row['processes'])}"
 
 
-def _room(found: Estimate, row: RankFigures) -> str:
+def _room(
+    found: Estimate,
+    row: RankFigures,
+) -> str:
     """Say how large the micro-batch may be."""
     largest = row.largest(found.memory or 0.0) if found.is_line else None
     return "" if largest is None else f"; batches of a process may have {largest} samples"
 
 
-def _smaller_batch(found: Estimate, own: RankFigures) -> list[str]:
+def _smaller_batch(
+    found: Estimate,
+    own: RankFigures,
+) -> list[str]:
     largest = own.largest(found.memory or 0.0) if found.is_line else None
     if not largest:
         return []
@@ -63,7 +69,10 @@ def _smaller_batch(found: Estimate, own: RankFigures) -> list[str]:
     return [f"--micro_batch_size={largest}" if is_whole else f"a batch_size of {largest}"]
 
 
-def _other_strategies(found: Estimate, own: RankFigures) -> list[str]:
+def _other_strategies(
+    found: Estimate,
+    own: RankFigures,
+) -> list[str]:
     """Name the first strategy that fits on the same number of processes, or else on more."""
     memory = found.memory or 0.0
     others = [
@@ -84,7 +93,10 @@ def _other_strategies(found: Estimate, own: RankFigures) -> list[str]:
     return [f"{_where(best)}, {in_bytes(best.peak())}"]
 
 
-def _other_options(found: Estimate, own: RankFigures) -> list[str]:
+def _other_options(
+    found: Estimate,
+    own: RankFigures,
+) -> list[str]:
     """Name the options that would keep less of the activations, where these are most of it."""
     given = found.result["options"]
     names = [one.name for one in OPTIONS if one.saves_activations and not given.get(one.name)]

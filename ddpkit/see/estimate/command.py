@@ -127,7 +127,10 @@ def _memory_of_gpu() -> float | None:
     return float(allocator.mem_get_info(0)[1])
 
 
-def _write(found: Estimate, path: Path | None) -> None:
+def _write(
+    found: Estimate,
+    path: Path | None,
+) -> None:
     if path is None:
         return
     text = json.dumps(found.as_dict(), indent=1) + "\n"

@@ -26,7 +26,12 @@ class Lines:
     values: Mapping[str, Mapping[str, float]]
     gradients: float
 
-    def at(self, name: str, samples: int, share: float = 1.0) -> float:
+    def at(
+        self,
+        name: str,
+        samples: int,
+        share: float = 1.0,
+    ) -> float:
         """Return the bytes of so many samples.
 
         Args:
@@ -66,7 +71,10 @@ class RankFigures:
         """What the passes allocate beside gradients, with the recipe's micro-batch."""
         return self.lines.at("kept", self.samples)
 
-    def moments(self, samples: int) -> dict[str, float]:
+    def moments(
+        self,
+        samples: int,
+    ) -> dict[str, float]:
         """Return the peak in the passes, and that in the optimizer step.
 
         Args:
@@ -86,7 +94,10 @@ class RankFigures:
         step += self.lines.at("step", samples, row["step_share"])
         return {PASSES: held + passes, STEP: held + step}
 
-    def peak(self, samples: int | None = None) -> float:
+    def peak(
+        self,
+        samples: int | None = None,
+    ) -> float:
         """Return the peak.
 
         Args:
@@ -101,7 +112,10 @@ class RankFigures:
         moments = self.moments(self.samples)
         return max(moments, key=moments.__getitem__)
 
-    def fits(self, memory: float) -> bool:
+    def fits(
+        self,
+        memory: float,
+    ) -> bool:
         """Say whether the peak is in what a device has for it.
 
         Args:
@@ -109,7 +123,10 @@ class RankFigures:
         """
         return self.peak() <= USABLE * memory
 
-    def largest(self, memory: float) -> int | None:
+    def largest(
+        self,
+        memory: float,
+    ) -> int | None:
         """Return the most samples of a micro-batch that fit, 0 if none does; None: any number.
 
         Args:

@@ -75,7 +75,10 @@ def _cells(
     return cells
 
 
-def _part(row: RankFigures, part: str) -> float:
+def _part(
+    row: RankFigures,
+    part: str,
+) -> float:
     return row.activations if part == "activations" else float(row.row[part])
 
 

@@ -4,9 +4,10 @@ copies.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,19 +112,29 @@ def _load_copy(
     """Load rank 0's file: there the file itself, on other ranks a copy of it, and of its shards."""
     content = _bytes_of_main(path)
     shards = checkpoint_work_on_main(_shards, path) or []
+    with _place_of_copy(path) as place:
+        # One line for all ranks: the line is part of the calls' keys.
+        failures = [_copy_shard(shard, size, place) for shard, size in shards]
+        for failure in filter(None, failures):
+            raise failure
+        if place != path:
+            place.write_bytes(content.numpy().data)
+        del content
+        return hook(obj, place, end_of_epoch)
+
+
+@contextlib.contextmanager
+def _place_of_copy(path: Path) -> Iterator[Path]:
+    """Yield where this rank has the file: the main process where it is, others in a temporary
+    folder.
+    """
     if if_main_process():
-        for shard, size in shards:
-            _send(shard, size)
-        return hook(obj, path, end_of_epoch)
+        yield path
+        return
     with tempfile.TemporaryDirectory(prefix="ddpkit-") as folder:
         copy = Path(folder, path.parent.name, path.name)
         copy.parent.mkdir()
-        copy.write_bytes(content.numpy().data)
-        del content
-        errors = [_receive(shard, size, copy.with_name(shard.name)) for shard, size in shards]
-        for error in filter(None, errors):
-            raise error
-        return hook(obj, copy, end_of_epoch)
+        yield copy
 
 
 def _shards(path: Path) -> list[tuple[Path, int]]:
@@ -137,17 +148,15 @@ def _shards(path: Path) -> list[tuple[Path, int]]:
     return [(shard, shard.stat().st_size) for shard in found]
 
 
-def _send(shard: Path, size: int) -> None:
-    for start in range(0, size, SENT_BYTES):
-        _bytes_of_main(shard, start, min(SENT_BYTES, size - start))
-
-
-def _receive(shard: Path, size: int, copy: Path) -> OSError | None:
-    """Write a copy of rank 0's shard. An error is returned: the other ranks go on to send."""
+def _copy_shard(shard: Path, size: int, place: Path) -> OSError | None:
+    """Write rank 0's shard beside the copy of its file, block by block. An error is returned: the
+    other ranks go on to exchange blocks.
+    """
+    copy = place.with_name(shard.name)
     failed = None
     for start in range(0, size, SENT_BYTES):
         block = _bytes_of_main(shard, start, min(SENT_BYTES, size - start))
-        if failed is not None:
+        if copy == shard or failed is not None:
             continue
         try:
             with copy.open("ab") as file:

@@ -22,23 +22,28 @@ def name_of(step):
 
 
 def run(url, options, disk, size, acknowledge, last=LAST):
-    """Go on from what the store has; acknowledge each step that it has."""
+    """Go on from what the store has; acknowledge the lock, as step -1, and each step."""
     lock = StoreLock(url, storage_options=options)
     with lock.hold():
+        acknowledge(-1)
         folder = ObjectFolder(url, options)
         folder.clean(lock)
-        step = max((folder.meta(name)["step"] for name in folder.names()), default=0)
         for path in disk.glob("CKPT*"):
             shutil.rmtree(path)
+        step = max((folder.meta(name)["step"] for name in folder.names()), default=0)
+        delete_old(folder, lock)
         while step < last:
             step += 1
             folder.put(make(disk, name_of(step), step, size), lock.require)
             acknowledge(step)
-            old = sorted(set(folder.names()) - {"CKPT+best"})
-            for name in old[:-KEPT]:
-                lock.require()
-                folder.delete(name)
-                shutil.rmtree(disk / name, ignore_errors=True)
+            delete_old(folder, lock)
+            shutil.rmtree(disk / name_of(step))
+
+
+def delete_old(folder, lock):
+    for name in sorted(set(folder.names()) - {"CKPT+best"})[:-KEPT]:
+        lock.require()
+        folder.delete(name)
 
 
 def run_and_tell(pipe, url, options, disk, size, last=LAST):

@@ -84,7 +84,7 @@ def counted_run(url, disk, file, last, at=None):
 
 def last_acknowledged(file):
     steps = file.read_text().split() if file.exists() else []
-    return int(steps[-1]) if steps else 0
+    return max([0, *map(int, steps)])
 
 
 def every_point(last, share, start):
@@ -127,8 +127,10 @@ def test_death_at_every_request(zygote):
 
 
 def killed_run(url, options, disk, seconds, size):
-    """Fork a run and kill it so many seconds after the first step that it acknowledges; return the
-    last one.
+    """Fork a run, and kill it so many seconds after it has the lock.
+
+    Returns:
+        What it has acknowledged, the lock as step -1, and when: seconds since it had the lock.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -139,36 +141,46 @@ def killed_run(url, options, disk, seconds, size):
         finally:
             os._exit(1)
     os.close(writer)
-    try:
-        assert select.select([reader], [], [], 300)[0], "nothing was saved"
-        first = os.read(reader, 1 << 16)
-        time.sleep(seconds)
+    told = []
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        assert select.select([pipe], [], [], 600)[0], "it does not have the lock"
+        begin = time.monotonic()
+        while (left := begin + seconds - time.monotonic()) > 0:
+            if select.select([pipe], [], [], left)[0]:
+                told += [(int(step), time.monotonic() - begin) for step in pipe.read(999).split()]
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), f"the run has ended with status {status}"
-        rest = b""
-        while part := os.read(reader, 1 << 16):
-            rest += part
-    finally:
-        os.close(reader)
-    return int((first + rest).split()[-1])
+        while rest := pipe.read(999):
+            told += [(int(step), seconds) for step in rest.split()]
+    return told
 
 
 def random_kills(url, options, kills, seed):
-    """Kill a run again and again, each time going on where the one before has died."""
+    """Kill a run again and again, near its first or second save, each time going on where the one
+    before has died.
+
+    Returns:
+        How many kills there were, and in how many a step was complete that was not acknowledged.
+    """
     draw = random.Random(seed)
-    ahead = 0
+    ahead = newest = 0
+    window = 3.0  # seconds: to the end of the first save, and half as long again; as measured
     if url.startswith("s3://"):
         importlib.import_module("s3fs")  # once, and not in each of the processes that are forked
     with tempfile.TemporaryDirectory() as name:
         disk = Path(name, "disk")
         disk.mkdir()
         for kill in range(kills):
-            acknowledged = killed_run(url, options, disk, draw.uniform(0.0, 1.5), LARGE)
+            told = killed_run(url, options, disk, draw.uniform(0.0, window), LARGE)
+            saved = [(step, when) for step, when in told if step >= 0]
+            window = 1.5 * saved[0][1] if saved else 1.2 * window
+            acknowledged = max([newest, *(step for step, _ in saved)])
             back = Path(name, str(kill))
             back.mkdir()
             steps = forked(judge, url, options, back, acknowledged, LARGE)
-            ahead += max(steps) > acknowledged
+            newest = max(steps, default=0)
+            ahead += newest > acknowledged
             shutil.rmtree(back)
             print(
                 f"kill {kill + 1}: {acknowledged} acknowledged, found {sorted(steps)}", flush=True
@@ -186,5 +198,6 @@ def test_kills_at_random_moments(zygote, store, tmp_path, request):
         where = server.folder(), server.options
     else:
         where = f"file://{tmp_path}/store", {}
-    kills, _ = zygote(random_kills, *where, KILLS, seed)
+    kills, ahead = zygote(random_kills, *where, KILLS, seed)
+    print(f"{kills} kills, {ahead} of them between a manifest and its acknowledgement")
     assert kills == KILLS

@@ -49,15 +49,16 @@ from ddpkit.base import (
 from ddpkit.checkpointing import (
     DIRECTORY_PREFIX,
     META_NAME,
+    REMOTES,
     SUFFIX,
     BackgroundSave,
     Checkpoint,
     CheckpointFolder,
     DamageLog,
-    FolderLock,
     ImportanceKey,
     LoadMode,
     Predicate,
+    Remote,
     Retention,
     SaveListener,
     SaveRequest,
@@ -73,11 +74,13 @@ from ddpkit.checkpointing import (
     check_file_name,
     checkpoint_work_on_main,
     ckpt_recency,
+    fetch_on_each_machine,
     find_load_hook,
     find_save_hook,
     find_transfer_hook,
     get_default_hook,
     load_recoverables,
+    lock_of,
     map_old_state_dict_weights,
     read_checkpoint,
     recover,
@@ -94,6 +97,7 @@ from ddpkit.distributed import get_world_size, if_main_process
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger, shown_path
+from ddpkit.object_store import is_url
 
 __all__ = [
     "DEFAULT_LOAD_HOOKS",
@@ -238,6 +242,7 @@ class Checkpointer:
         allow_partial_load: bool = False,
         trained_only: Iterable[str] = (),
     ) -> None:
+        self._damage_log = DamageLog()
         self.checkpoints_dir = checkpoints_dir
         self.trained_only = set(_names(trained_only))
         self.recoverables: dict[str, Any] = {}
@@ -259,14 +264,13 @@ class Checkpointer:
         self.listener: SaveListener | None = None
         self.passes_over: Callable[[str, Any], bool] = lambda *_: False
         self._trained: dict[str, TrainedOnly] = {}
-        self._damage_log = DamageLog()
         self._memory = SnapshotMemory()
         self._background = BackgroundSave()
         weakref.finalize(self, self._background.close)
         if recoverables is not None:
             self.add_recoverables(recoverables)
         plan = find_slice()  # a measured slice makes no folder of the user's
-        if if_main_process() and (plan is None or plan.holds(checkpoints_dir)):
+        if if_main_process() and (plan is None or plan.holds(self.checkpoints_dir)):
             with writing(f"checkpoints_dir={os.fspath(checkpoints_dir)!r}"):
                 self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
 
@@ -277,7 +281,10 @@ class Checkpointer:
 
     @checkpoints_dir.setter
     def checkpoints_dir(self, folder: str | os.PathLike[str]) -> None:
-        self._lock = FolderLock(folder)  # links stay, and ".." too, which may follow one
+        path = _local_folder(folder)
+        self._damage_log.remote = REMOTES.of(path)
+        # links stay, and ".." too, which may follow one
+        self._lock = lock_of(path)
 
     def add_recoverable(
         self,
@@ -591,7 +598,24 @@ class Checkpointer:
 
         Ranks: as :meth:`find_checkpoint`.
         """
-        return self._on_main(lambda: self._named(behind_link(Path(path).absolute())))
+        own = self.local_path(path)
+        return self._on_main(lambda: self._named(own))
+
+    @staticmethod
+    def local_path(path: str | os.PathLike[str]) -> Path:
+        """Return where a checkpoint that is given by its URL stands on this machine, once it is
+        copied there; another path as it is, absolute.
+
+        Args:
+            path: of a checkpoint, or its URL.
+
+        Ranks: local; where URLs are given, do it on every rank.
+        """
+        text = os.fspath(path)
+        if not is_url(text):
+            return Path(path).absolute()
+        folder, _, name = text.rstrip("/").rpartition("/")
+        return Path(_local_folder(folder)) / name
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """List all checkpoints that can be read, in no order of merit and without verifying their
@@ -681,12 +705,28 @@ class Checkpointer:
         State: ``.lock`` in the folder.
         """
         # of its own: a save in the background may hold the other one longer
-        lock = FolderLock(self.checkpoints_dir)
+        remote = self._damage_log.remote
+        lock = lock_of(self.checkpoints_dir)
         checkpoint_work_on_main(self._folder().attempt, lock.acquire)
         try:
-            yield
+            try:
+                checkpoint_work_on_main(remote.begin)
+                yield
+            except BaseException:
+                if lock.held:
+                    self._finish_after_failure(remote)
+                raise
+            self._on_main(self._folder().attempt, remote.finish)
         finally:
             lock.release()
+
+    @staticmethod
+    def _finish_after_failure(remote: Remote) -> None:
+        """Give what is still to be stored some time, where the run ends by an exception."""
+        try:
+            remote.finish(failed=True)
+        except Exception as failure:  # noqa: BLE001 -- what ended the run must not be hidden
+            logger.warning("%s: %s", type(failure).__name__, failure)
 
     def set_aside(self, start: Checkpoint | None) -> None:
         """Move the checkpoints that do not belong to a run that begins at ``start`` into a
@@ -704,7 +744,7 @@ class Checkpointer:
         """
         found = self.list_checkpoints()
         # whatever it was called
-        if start is not None and any(checkpoint.path.samefile(start.path) for checkpoint in found):
+        if start is not None and any(_is_same(checkpoint, start) for checkpoint in found):
             found = [
                 checkpoint for checkpoint in found if ckpt_recency(checkpoint) > ckpt_recency(start)
             ]
@@ -935,7 +975,11 @@ class Checkpointer:
             self._await_own_thread()
         return checkpoint_work_on_main(work)
 
-    def _named(self, path: Path) -> Checkpoint:
+    def _named(self, given: Path) -> Checkpoint:
+        remote = REMOTES.of(given.parent)
+        path = behind_link(remote.behind_link(given))
+        if remote.has(path.name):
+            remote.fetch(path)
         if not os.path.lexists(path / META_NAME):
             raise CheckpointUsageError(
                 f"resume={str(path)!r} is not a checkpoint: it has no {META_NAME}. Give the path "
@@ -957,7 +1001,7 @@ class Checkpointer:
     # ------------------------------------------------------------------------------------ loading
 
     def _require_whole(self, checkpoint: Checkpoint) -> None:
-        if not self._damage_log.is_whole(checkpoint, self.verify_mode):
+        if not self._damage_log.is_usable(checkpoint, self.verify_mode):
             reason = self._damage_log.reasons[checkpoint.path]
             raise CheckpointError(
                 f"{checkpoint.path} is damaged: {reason}. Load another checkpoint."
@@ -971,6 +1015,7 @@ class Checkpointer:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         logger.info("Loading a checkpoint from %s", shown_path(checkpoint.path))
+        fetch_on_each_machine(checkpoint.path, self.load_mode)
         hooks: dict[str, LoadHook] = {}
         ended = bool(checkpoint.meta.get("end-of-epoch", True))
         kept = {name for name, obj in self.recoverables.items() if self.passes_over(name, obj)}
@@ -993,6 +1038,22 @@ class Checkpointer:
             left &= set(self.not_taken)
         self.last_loaded = checkpoint.path
         self.not_taken = tuple(sorted(left))
+
+
+def _local_folder(folder: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the folder of this machine that stands for a URL; a folder as it is."""
+    if not is_url(folder):
+        return folder
+    from ddpkit.mirror import mirror_of  # nothing else needs it
+
+    return mirror_of(os.fspath(folder))
+
+
+def _is_same(one: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two paths are of one checkpoint, whatever they are called."""
+    if not (one.path.exists() and other.path.exists()):
+        return one.path == other.path
+    return one.path.samefile(other.path)
 
 
 def _names(given: Any) -> list[str]:

@@ -53,6 +53,7 @@ class CommandLine:
         given: the run options on the command line, typed.
         overrides: YAML text, one ``key: value`` per line, for :func:`ddpkit.hparams.load_hparams`.
         in_yaml: the run options that the YAML sets as plain values (not through tags), typed.
+        may_name_urls: whether the YAML or an override may name a URL.
 
     Ranks: local.
 
@@ -65,6 +66,7 @@ class CommandLine:
     given: dict[str, Any]
     overrides: str
     in_yaml: dict[str, Any]
+    may_name_urls: bool = False
 
 
 @dataclass
@@ -118,7 +120,9 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     }
     text = "\n".join(override_line(key, value) for key, value in values.items())
     check_references(with_overrides(document, text), includes=False)
-    return CommandLine(param_file, given, text, _options_in(nodes))
+    # a file that is included may name one, too
+    may_name_urls = any(word in f"{document.text}\n{text}" for word in ("://", "!include:"))
+    return CommandLine(param_file, given, text, _options_in(nodes), may_name_urls)
 
 
 def override_line(key: str, value: str) -> str:

@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from hyperpyyaml import resolve_references
@@ -41,7 +41,8 @@ from ddpkit.errors import (
     RankFailedError,
 )
 from ddpkit.launch import PARITY, find_launch, find_slice
-from ddpkit.logger import close_logging, get_logger, setup_logging
+from ddpkit.logger import close_logging, get_logger, setup_logging, shown_path
+from ddpkit.object_store import is_url
 from ddpkit.recipe_yaml import check_references, named_module_files, read_document, with_overrides
 from ddpkit.reporting import (
     close_torn_line,
@@ -59,6 +60,8 @@ from ddpkit.train_logger import run_event, set_run_log
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    from ddpkit.mirror import Mirror
 
 __all__ = ["close_experiment", "create_experiment_directory", "get_environment_description"]
 
@@ -127,7 +130,8 @@ def create_experiment_directory(
         ...     sorted(os.listdir(f"{parent}/results/1234"))
         ['log.txt', 'metrics.jsonl']
     """
-    folder = Path(experiment_directory)
+    given = os.fspath(experiment_directory)
+    folder = Path(_mirror_of(given) if is_url(given) else given)
     if _is_left_alone(folder):
         _log_what_ends_this()
         return
@@ -141,7 +145,8 @@ def create_experiment_directory(
         if not if_main_process():  # without a process group every rank comes here
             return None
         try:
-            files = _files_to_write(hyperparams_to_save, overrides, script, save_env_desc)
+            own = _with_url(overrides, folder)
+            files = _files_to_write(hyperparams_to_save, own, script, save_env_desc)
             with writing(f"experiment_directory={str(folder)!r}"):
                 _write_files(folder, files, log_file, options)
             setup_logging(log_config, log_file=log_file)
@@ -161,7 +166,8 @@ def create_experiment_directory(
     set_run_log(folder / f"metrics{suffix}.jsonl")
     _record_start(folder / f"metrics{suffix}.jsonl", options, hyperparams_to_save, script)
     seed = global_seed()
-    logger.info("Experiment folder: %s%s", folder, "" if seed is None else f" (seed {seed})")
+    shown = shown_path(folder) if is_url(shown_path(folder)) else f"{folder}"
+    logger.info("Experiment folder: %s%s", shown, "" if seed is None else f" (seed {seed})")
 
 
 def close_experiment() -> None:
@@ -252,6 +258,56 @@ def _lock_folder(folder: Path) -> None:
         raise cannot_write(f"experiment_directory={str(folder)!r}", reason) from error
     _CLAIMED.close()
     _CLAIMED.callback(lock.release)
+    mirror = _mirror_holding(folder)
+    if mirror is not None and mirror.travels:
+        try:
+            own = mirror.run_lock()
+            own.acquire()
+        except CheckpointError:
+            _CLAIMED.close()
+            raise
+        _CLAIMED.callback(own.release)
+        _CLAIMED.callback(mirror.close)
+
+
+# ------------------------------------------------------------------------------ an object store's
+
+
+def _mirror_of(url: str) -> Path:
+    """Return the folder of this machine that mirrors a URL."""
+    from ddpkit.mirror import mirror_of  # nothing else needs it
+
+    options = command_line_options() or RunOptions()
+    rehearses = options.debug and not options.debug_persistently
+    return mirror_of(url, options.ckpt_local, travels=not rehearses)
+
+
+def _mirror_holding(folder: Path) -> Mirror | None:
+    """Return the mirror that a folder is; None of most."""
+    if not is_url(shown_path(folder)):  # what messages show in its place
+        return None
+    from ddpkit.mirror import mirror_holding
+
+    return mirror_holding(folder)
+
+
+def _begin_mirror(folder: Path) -> None:
+    mirror = _mirror_holding(folder)
+    if mirror is not None:
+        mirror.begin()
+
+
+def _with_url(
+    overrides: Mapping[str, Any] | str | None,
+    folder: Path,
+) -> Mapping[str, Any] | str | None:
+    """Return overrides that name the URL again, which is the output folder of every start."""
+    mirror = _mirror_holding(folder)
+    if mirror is None or str(folder) not in str(overrides):
+        return overrides
+    from ddpkit.recipe_yaml import with_output_folder
+
+    return cast("Mapping[str, Any] | str", with_output_folder(overrides, mirror.url))
 
 
 # ---------------------------------------------------------------------------------------- the files
@@ -359,6 +415,8 @@ def _write_files(
     keep = options.test_only
     if not keep:
         _lock_folder(folder)
+    _begin_mirror(folder)
+    if not keep:
         _begin_logs(folder, log_file, options)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -31,6 +31,7 @@ __all__ = [
     "get_logger",
     "log_file_of",
     "setup_logging",
+    "show_as",
     "shown_path",
     "without_console",
 ]
@@ -186,10 +187,44 @@ def shown_path(path: str | os.PathLike[str]) -> str:
         >>> shown_path(os.path.join(os.getcwd(), "results", "1")), shown_path("/elsewhere/1")
         ('results/1', '/elsewhere/1')
     """
+    shown = _shown_elsewhere(Path(path)) if _SHOWN_AS else None
+    if shown is not None:
+        return shown
     # the working directory is gone; or the path is not in it
     with contextlib.suppress(OSError, ValueError):
         return str(Path(path).relative_to(Path.cwd()))
     return str(path)
+
+
+#: What messages show in the place of a folder, such as the URL that it is a mirror of.
+_SHOWN_AS: dict[Path, str] = {}
+
+
+def show_as(folder: str | os.PathLike[str], shown: str) -> None:
+    """Have messages show something else in the place of a folder.
+
+    Args:
+        folder: an absolute path.
+        shown: what stands for it; a path in the folder is shown as a path in that.
+
+    Ranks: local.
+
+    State: as long as the process.
+
+    Example:
+        >>> show_as("/tmp/ddpkit-mirrors-0/seven", "s3://bucket/seven")
+        >>> shown_path("/tmp/ddpkit-mirrors-0/seven/save/CKPT+a")
+        's3://bucket/seven/save/CKPT+a'
+    """
+    _SHOWN_AS[Path(folder)] = shown.rstrip("/")
+
+
+def _shown_elsewhere(path: Path) -> str | None:
+    for folder, shown in _SHOWN_AS.items():
+        if path.is_relative_to(folder):
+            inside = path.relative_to(folder).as_posix()
+            return shown if inside == "." else f"{shown}/{inside}"
+    return None
 
 
 @functools.cache

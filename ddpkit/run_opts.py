@@ -31,6 +31,7 @@ from ddpkit.launch import (
     refuse_lonely_node,
 )
 from ddpkit.logger import get_logger
+from ddpkit.object_store import is_url
 from ddpkit.options import (
     IN_FIT,
     IN_RUN_OPTS,
@@ -535,7 +536,9 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
 
     Returns:
         The YAML file, the options (with a concrete ``device`` and ``distributed_backend``), and the
-        overrides as YAML text for :func:`ddpkit.hparams.load_hparams`.
+        overrides as YAML text for :func:`ddpkit.hparams.load_hparams`. Where ``output_folder`` is a
+        URL of an object store, such as ``s3://bucket/run``, they put the folder of this machine in
+        its place that mirrors it.
 
     Raises:
         MissingFileError: the YAML file does not exist.
@@ -586,9 +589,28 @@ def parse_arguments(arg_list: Sequence[str] | None = None) -> tuple[str, RunOpti
         run_opts = RunOptions(**given, param_file=line.param_file)
         run_opts.overridden_args = set(given)
         run_opts = _merged(run_opts, line.in_yaml, info)
+        overrides = _with_local_output(line, run_opts)
     if words == sys.argv[1:]:
         _READ[tuple(words)] = run_opts.copy()
-    return line.param_file, run_opts, line.overrides
+    return line.param_file, run_opts, overrides
+
+
+def _with_local_output(line: CommandLine, run_opts: RunOptions) -> str:
+    """Return the overrides; where the output folder is a URL, with the folder of this machine that
+    mirrors it in its place.
+    """
+    from ddpkit.recipe_yaml import output_folder_of, with_output_folder
+
+    if not line.may_name_urls:
+        return line.overrides
+    url = output_folder_of(line.param_file, line.overrides)
+    if not is_url(url):
+        return line.overrides
+    from ddpkit.mirror import mirror_of
+
+    rehearses = run_opts.debug and not run_opts.debug_persistently
+    folder = mirror_of(str(url), run_opts.ckpt_local, travels=not rehearses)
+    return str(with_output_folder(line.overrides, str(folder)))
 
 
 _READ: dict[tuple[str, ...], RunOptions] = {}  # from this process's own command line, by its words

@@ -221,6 +221,8 @@ PROCESS_STATE = {
     "checkpointing.async_save.BackgroundSave": (
         "threads that write: a second checkpointer on the folder waits for them"
     ),
+    "checkpointing.remote.NO_REMOTE": "what most folders have besides: nothing; holds nothing",
+    "checkpointing.remote.REMOTES": "which folders of this machine are mirrors",
     "checkpointing.storage._HELD": "locks of folders, which a process has once",
     "checkpointing.storage._MUTEX": "guards them",
     "checkpointing.storage.FILES": (
@@ -240,7 +242,10 @@ PROCESS_STATE = {
     "control.exit_delay.EXIT_DELAY": "holds back the end of this process",
     "distributed.main_only_code.ALONE": "of a thread or task: whether other ranks run this code",
     "experiment._CLAIMED": "the folder of this process's run",
+    "logger._SHOWN_AS": "what the messages of a process show in the place of its folders",
     "logger._UNDO": "logging belongs to a process",
+    "mirror.mirrors._MIRRORS": "folders of this machine that stand for URLs",
+    "mirror.mirrors._MUTEX": "guards them",
     "base.stage_data.StageData": "the present stage, for metrics that are made anywhere",
     "object_store.lock._HELD": "locks of folders of stores, which a process has once",
     "object_store.lock._MUTEX": "guards them",

@@ -28,6 +28,10 @@ from ddpkit.checkpointing.checkpoint import (
     ckpt_recency as ckpt_recency,
     ends_epoch as ends_epoch,
 )
+from ddpkit.checkpointing.fetching import (
+    fetch_on_each_machine as fetch_on_each_machine,
+    fetch_what_is_named as fetch_what_is_named,
+)
 from ddpkit.checkpointing.file_loading import (
     is_in_shards as is_in_shards,
     load_lazily as load_lazily,
@@ -55,7 +59,10 @@ from ddpkit.checkpointing.hooks import (
     whole_state_dict as whole_state_dict,
     whole_states as whole_states,
 )
-from ddpkit.checkpointing.links import behind_link as behind_link
+from ddpkit.checkpointing.links import (
+    behind_link as behind_link,
+    target_of as target_of,
+)
 from ddpkit.checkpointing.main_work import (
     checkpoint_work_on_main as checkpoint_work_on_main,
 )
@@ -66,6 +73,12 @@ from ddpkit.checkpointing.object_folder import ObjectFolder as ObjectFolder
 from ddpkit.checkpointing.reading import (
     DamageLog as DamageLog,
     read_checkpoint as read_checkpoint,
+)
+from ddpkit.checkpointing.remote import (
+    NO_REMOTE as NO_REMOTE,
+    REMOTES as REMOTES,
+    Remote as Remote,
+    lock_of as lock_of,
 )
 from ddpkit.checkpointing.save_report import (
     Retained as Retained,
@@ -98,6 +111,7 @@ from ddpkit.checkpointing.state_names import (
 from ddpkit.checkpointing.storage import (
     MANIFEST_NAME as MANIFEST_NAME,
     META_NAME as META_NAME,
+    STAGING_PREFIX as STAGING_PREFIX,
     FolderLock as FolderLock,
     VerifyMode as VerifyMode,
     read_text as read_text,

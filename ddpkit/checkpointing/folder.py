@@ -24,6 +24,7 @@ from ddpkit.checkpointing.async_save import WITHOUT_COPY, BackgroundSave, state_
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, SUFFIX, Checkpoint, ckpt_recency
 from ddpkit.checkpointing.hooks import saved_state, torch_save, write_state
 from ddpkit.checkpointing.reading import DamageLog
+from ddpkit.checkpointing.remote import Remote
 from ddpkit.checkpointing.save_report import Retained, SaveReport, size_of_files
 from ddpkit.checkpointing.save_request import SaveRequest
 from ddpkit.checkpointing.selection import Retention, Selection, deletable, ranked
@@ -136,6 +137,11 @@ class CheckpointFolder:
     background: BackgroundSave = field(default_factory=BackgroundSave)
     copy: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     note_failure: Callable[[BaseException], object] = do_nothing
+
+    @property
+    def remote(self) -> Remote:
+        """Where checkpoints of the folder are besides."""
+        return self.damage_log.remote
 
     # ------------------------------------------------------------------------------------ saving
 
@@ -286,11 +292,12 @@ class CheckpointFolder:
                 final,
                 digests,
                 self.world_size,
-                before_rename=self.lock.require,
+                before_rename=functools.partial(self._before_rename, staging, final.name),
             )
         self.damage_log.reasons.pop(final, None)
         self.damage_log.note_time(checkpoint)
         links.point(self.lock.folder, links.LATEST, final.name)
+        self.remote.saved(final.name)
         kind = "an end-of-epoch" if save.end_of_epoch else "an intra-epoch"
         epoch = "" if save.epoch is None else f" of epoch {save.epoch}"
         logger.log(save.verbosity, "Saved %s checkpoint%s in %s", kind, epoch, shown_path(final))
@@ -301,6 +308,10 @@ class CheckpointFolder:
         finally:
             self._tell(save, checkpoint, stood_still, retained)
         return checkpoint
+
+    def _before_rename(self, staging: Path, name: str) -> None:
+        self.lock.require()
+        self.remote.put(staging, name)
 
     @staticmethod
     def _tell(
@@ -347,7 +358,9 @@ class CheckpointFolder:
         name = next(
             name
             for name in names
-            if name not in used and not os.path.lexists(self.lock.folder / name)
+            if name not in used
+            and not os.path.lexists(self.lock.folder / name)
+            and not self.remote.has(name)
         )
         used.add(name)
         return self.lock.folder / name
@@ -368,7 +381,7 @@ class CheckpointFolder:
         whole = (
             checkpoint
             for checkpoint in order
-            if self.damage_log.is_whole(checkpoint, self.verify_mode)
+            if self.damage_log.is_usable(checkpoint, self.verify_mode)
         )
         found = list(itertools.islice(whole, limit))
         if not found and limit != 0 and (order or (self.damage_log.reasons and not readable)):
@@ -394,9 +407,12 @@ class CheckpointFolder:
             aside = earlier_folder(self.lock.folder, names)
             links.copy(self.lock.folder, names, aside)
             links.drop(self.lock.folder, names)
+            self.lock.require()
+            self.remote.set_aside(names, aside.name)
             for checkpoint in moved:
                 self.lock.require()
-                storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
+                if checkpoint.path.exists():  # else it is elsewhere alone
+                    storage.FILES.rename(checkpoint.path, aside / checkpoint.path.name)
         logger.warning(
             "Checkpoints that this run does not continue were moved to %s.",
             shown_path(aside),
@@ -428,6 +444,7 @@ class CheckpointFolder:
                 "Deleted checkpoint in %s",
                 shown_path(checkpoint.path),
             )
+        self.remote.deleted(retained.deleted)
         return retained
 
     def _update_links(self, retained: Retained) -> None:

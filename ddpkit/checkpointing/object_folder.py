@@ -413,6 +413,25 @@ class ObjectFolder:
             raise self._damaged(name, f"{META_NAME} is empty")
         return meta
 
+    def entries(self, name: str) -> dict[str, int]:
+        """Return the sizes in bytes of the files of a checkpoint, as its manifest says.
+
+        Raises:
+            CheckpointError: there is none of this name, or it is damaged.
+            ObjectStoreError: the store cannot be reached.
+        """
+        return as_sizes(self._stored(name).files)
+
+    def read_entry(self, name: str, file: str) -> bytes:
+        """Return the content of one file of a checkpoint, a small one.
+
+        Raises:
+            FileNotFoundError: it has no such file.
+            CheckpointError: there is none of this name.
+            ObjectStoreError: the store cannot be reached.
+        """
+        return self._read_text(self._stored(name).folder, file)
+
     def verify(self, name: str, mode: VerifyMode = "full") -> list[str]:
         """Say why a checkpoint is not what was saved, as ``storage.verify`` does for a disk.
 

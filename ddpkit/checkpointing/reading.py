@@ -16,8 +16,9 @@ from ddpkit.checkpointing.checkpoint import (
     as_number,
     ckpt_recency,
 )
+from ddpkit.checkpointing.remote import NO_REMOTE, Remote
 from ddpkit.checkpointing.storage import MANIFEST_NAME, META_NAME, VerifyMode, read_text, verify
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import CheckpointError, ObjectStoreError
 from ddpkit.logger import get_logger
 
 logger = get_logger(__name__)
@@ -80,6 +81,15 @@ def _checkpoint_in(path: Path, mode: VerifyMode) -> Checkpoint | None:
     return checkpoint
 
 
+def _paths_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.startswith(DIRECTORY_PREFIX))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint folder {folder} cannot be read: {error}") from error
+
+
 class DamageLog:
     """Finds the checkpoints of a folder, and remembers which are damaged so that each is reported
     once.
@@ -88,6 +98,7 @@ class DamageLog:
         reasons: for each damaged checkpoint, by path: what is damaged.
         latest: the greatest ``unixtime`` of all checkpoints seen, in seconds since 1970.
         used: names that checkpoints have had which may be gone. No new one is called so by itself.
+        remote: where checkpoints of the folder are besides.
 
     State: its attributes.
 
@@ -105,6 +116,7 @@ class DamageLog:
         self.reasons: dict[Path, str] = {}
         self.latest = 0.0
         self.used: set[str] = set()
+        self.remote: Remote = NO_REMOTE
 
     def note_time(self, checkpoint: Checkpoint) -> None:
         """Update :attr:`latest` with a checkpoint's time; later checkpoints get a later time."""
@@ -124,17 +136,8 @@ class DamageLog:
             CheckpointError: the folder itself cannot be read.
         """
         found = []
-        try:
-            paths = sorted(
-                path for path in folder.iterdir() if path.name.startswith(DIRECTORY_PREFIX)
-            )
-        except FileNotFoundError:
-            paths = []
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint folder {folder} cannot be read: {error}"
-            ) from error
-        self.reasons = {path: reason for path, reason in self.reasons.items() if path in paths}
+        paths = _paths_in(folder)
+        others = self._others(paths)
         for path in paths:
             try:
                 checkpoint = _checkpoint_in(path, mode)
@@ -145,11 +148,38 @@ class DamageLog:
             if checkpoint is not None:
                 found.append(checkpoint)
                 self.note_time(checkpoint)
-        return found
+        return [*found, *others]
+
+    def _others(self, paths: list[Path]) -> list[Checkpoint]:
+        """Return the checkpoints that are elsewhere alone, and forget reasons of what is gone."""
+        damaged: dict[Path, str] = {}
+        others = self.remote.others({path.name for path in paths}, damaged.__setitem__)
+        known = {*paths, *(other.path for other in others), *damaged}
+        self.reasons = {path: reason for path, reason in self.reasons.items() if path in known}
+        for path, reason in damaged.items():
+            self.report(path, reason)
+        for checkpoint in others:
+            self.note_time(checkpoint)
+        return others
+
+    def is_usable(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
+        """Have a checkpoint in the folder, copied there where it is elsewhere, and verify it.
+
+        Raises:
+            ObjectStoreError: it cannot be copied.
+        """
+        try:
+            self.remote.fetch(checkpoint.path)
+        except ObjectStoreError:  # which says nothing of the checkpoint
+            raise
+        except CheckpointError as error:
+            self.report(checkpoint.path, str(error))
+            return False
+        return self.is_whole(checkpoint, mode)
 
     def is_whole(self, checkpoint: Checkpoint, mode: VerifyMode) -> bool:
         """Verify a checkpoint; report damage, or forget an earlier report."""
-        faults = verify(checkpoint.path, mode)
+        faults = self.remote.faults(checkpoint.path, mode)
         if faults:
             self.report(checkpoint.path, "; ".join(faults))
         else:

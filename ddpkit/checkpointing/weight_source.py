@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import earlier_folders
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, ckpt_recency
+from ddpkit.checkpointing.fetching import fetch_what_is_named
 from ddpkit.checkpointing.moved_paths import path_now, was_moved
 from ddpkit.checkpointing.reading import DamageLog, read_checkpoint
+from ddpkit.checkpointing.remote import REMOTES
 from ddpkit.checkpointing.storage import META_NAME
 from ddpkit.errors import CheckpointError, CheckpointUsageError, MissingFileError
 from ddpkit.logger import get_logger, shown_path
@@ -44,7 +46,11 @@ class WeightSource:
     files: Mapping[str, Path] = field(default_factory=dict)
 
 
-def find_weights(given: str, verify: VerifyMode = "full") -> WeightSource:
+def find_weights(
+    given: str,
+    verify: VerifyMode = "full",
+    place: Path | None = None,
+) -> WeightSource:
     """Find the files that a path means; a checkpoint is verified.
 
     What a run has moved into ``earlier-<time>``, as it has begun anew, is found there.
@@ -53,6 +59,7 @@ def find_weights(given: str, verify: VerifyMode = "full") -> WeightSource:
         given: path of a checkpoint, of a folder of checkpoints, whose newest that is whole counts,
             or of one file.
         verify: how a checkpoint is verified.
+        place: where what was given by a URL stands on this machine, once it is copied there.
 
     Raises:
         MissingFileError: there is nothing.
@@ -66,8 +73,9 @@ def find_weights(given: str, verify: VerifyMode = "full") -> WeightSource:
         Traceback (most recent call last):
         ddpkit.errors.MissingFileError: init_from='/nowhere/net.pt': there is no such file or ...
     """
-    path = Path(given).expanduser().absolute()
-    found = path_now(path)
+    path = Path(given).expanduser().absolute() if place is None else place
+    fetch_what_is_named(path)
+    found = path_now(REMOTES.of(path.parent).behind_link(path))
     source = WeightSource(found) if found.is_file() else _newest_whole(found, given, verify)
     if was_moved(source.path, path):
         logger.info(MOVED, given, shown_path(source.path))
@@ -88,9 +96,10 @@ def _newest_whole(path: Path, given: str, verify: VerifyMode) -> WeightSource:
     # the run may have ended between moving its checkpoints and saving the first one
     for folder in [path] if is_checkpoint else [path, *earlier_folders(path)]:
         log = DamageLog()
+        log.remote = REMOTES.of(path.parent if is_checkpoint else folder)
         found = [_read(path)] if is_checkpoint else log.scan(folder, verify)
         for checkpoint in sorted(found, key=ckpt_recency, reverse=True):
-            if log.is_whole(checkpoint, verify):
+            if log.is_usable(checkpoint, verify):
                 return WeightSource(checkpoint.path, checkpoint.paramfiles)
         if log.reasons:
             reasons = "; ".join(f"{name.name}: {reason}" for name, reason in log.reasons.items())

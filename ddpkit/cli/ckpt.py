@@ -70,7 +70,12 @@ def run(words: Sequence[str]) -> int:
                 f"--output {options.output}: the suffix is none of {known}; give --format."
             )
     from ddpkit.cli import checkpoint_commands  # loads torch, which --help does without
+    from ddpkit.mirror import copied_down
 
+    if "path" in options:
+        options.path = copied_down(options.path)
+    if "paths" in options:
+        options.paths = [copied_down(path) for path in options.paths]
     return int(getattr(checkpoint_commands, options.command)(options))
 
 
@@ -85,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     ls.add_argument(
         "path",
         metavar="DIR",
-        type=Path,
         nargs="?",
         default=Path(),
         help="default: the current folder",
@@ -95,7 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "path",
         metavar="CKPT",
-        type=Path,
         help="a checkpoint; of a folder, its newest",
     )
     show.add_argument(
@@ -115,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "paths",
         metavar="DIR|CKPT",
-        type=Path,
         nargs="+",
         help="folders or checkpoints",
     )
@@ -124,7 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     average.add_argument(
         "paths",
         metavar="DIR|CKPT",
-        type=Path,
         nargs="+",
         help="folders or checkpoints",
     )
@@ -145,7 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "path",
         metavar="CKPT",
-        type=Path,
         help="a checkpoint; of a folder, its newest or best",
     )
     _add_best(export)

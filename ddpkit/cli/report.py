@@ -51,10 +51,11 @@ def run(words: Sequence[str]) -> int:
         ddpkit.errors.ConfigError: RUN='...' is no folder of a run: it has no metrics.jsonl ...
     """
     options = _parser().parse_args(words)
+    from ddpkit.mirror import copied_down
     from ddpkit.see import find_runs, read_run, require_extra, write_page, write_picture
 
     require_extra()
-    files = find_runs(options.runs)
+    files = find_runs([str(copied_down(run)) for run in options.runs])
     _require_writable(options)
     runs = [read_run(file) for file in files]
     _write("--output", options.output, write_page(runs).encode())

@@ -190,6 +190,9 @@ class OptionTypes:
         needs="init_from", fixed=IN_FIT)
     ckpt_async: bool = option(True, CHECKPOINTS,
         "write checkpoints in the background, if memory allows", fixed=IN_FIT)
+    ckpt_local: str | None = option(None, CHECKPOINTS,
+        "output_folder is a URL: save in this folder, copy up later", form="FOLDER",
+        is_attribute=False, fixed=MADE)
     ckpt_verify: str = option("full", CHECKPOINTS, "what is read of a checkpoint before it is used",
         choices=("full", "size", "off"), fixed=IN_FIT)
     ckpt_load: str = option("all", CHECKPOINTS, "every process reads a checkpoint, or one sends it",

@@ -21,6 +21,8 @@ from ddpkit.recipe_yaml.references import (
     whole_reference as whole_reference,
 )
 from ddpkit.recipe_yaml.scratch_output import (
+    output_folder_of as output_folder_of,
+    with_output_folder as with_output_folder,
     with_scratch_output as with_scratch_output,
 )
 from ddpkit.recipe_yaml.static_checks import (

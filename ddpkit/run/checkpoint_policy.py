@@ -397,6 +397,7 @@ class CheckpointPolicy:
         checkpointer = self.checkpointer
         state.calls.number += 1
         if checkpointer is not None:
+            self._note_url(checkpointer)
             choose = functools.partial(
                 choose_start,
                 is_first=state.start is None,
@@ -410,6 +411,12 @@ class CheckpointPolicy:
                 self.context.options.resume,
             )
         return state.start
+
+    def _note_url(self, checkpointer: Checkpointer) -> None:
+        """Have every rank know where a checkpoint stands that ``resume`` names by its URL."""
+        resume = self.context.options.resume
+        if resume not in {NEWEST, NEVER}:
+            checkpointer.local_path(resume)
 
     @property
     def begins_anew(self) -> bool:

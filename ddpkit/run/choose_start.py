@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.checkpointing import Checkpoint, ckpt_recency
+from ddpkit.checkpointing import REMOTES, Checkpoint, ckpt_recency
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger
-from ddpkit.run.brain_file import DEBUG, EVALUATED, brain_file_or_nothing
+from ddpkit.run.brain_file import BRAIN_FILE, DEBUG, EVALUATED, brain_file_or_nothing
 from ddpkit.run.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -143,8 +143,13 @@ def _states_of(
     known: States,
 ) -> dict[Path, dict[str, Any]]:
     keys = [(checkpoint.path, ckpt_recency(checkpoint)) for checkpoint in found]
-    known.update({key: brain_file_or_nothing(key[0]) for key in keys if key not in known})
+    known.update({key: _brain_file(key[0]) for key in keys if key not in known})
     return {key[0]: known[key] for key in keys}
+
+
+def _brain_file(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of its run, also where it is in a store and not here."""
+    return brain_file_or_nothing(REMOTES.of(checkpoint.parent).folder_with(checkpoint, BRAIN_FILE))
 
 
 def _of_this_launch(found: list[Checkpoint], states: Mapping[Path, Any]) -> list[Checkpoint]:

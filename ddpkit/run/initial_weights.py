@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ddpkit.base import POSITION, unwrap
 from ddpkit.checkpointing import (
+    DIRECTORY_PREFIX,
     UPDATES_OF_AVERAGE,
     Checkpoint,
     Misfits,
     base_of,
     copies_what_it_loads,
+    fetch_on_each_machine,
     find_transfer_hook,
     find_weights,
     load_recoverables,
@@ -33,6 +35,7 @@ from ddpkit.distributed import get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger, shown_path
+from ddpkit.object_store import is_url
 from ddpkit.run.choose_start import NEVER
 from ddpkit.run.unsaved_objects import modules_not_saved
 from ddpkit.strategies import is_on_meta
@@ -56,6 +59,7 @@ T = TypeVar("T")
 BLOCK_BYTES = 4 << 20
 MOST_LINES = 5  # of each kind of what does not fit
 ALL = "all"
+ENDS_OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".tar")
 NOT_USED = "{} is not used: the run goes on from a checkpoint of its own"
 DOES_NOT_FIT = (
     "init_from={!r} does not fit the modules of this run:\n{}\nMake the modules as they were when "
@@ -165,6 +169,7 @@ class InitialWeights:
         given = str(options.init_from)
         with POSITION.at("loading the weights of init_from"):
             source = self._source(given)
+            fetch_on_each_machine(source.path, options.ckpt_load)
             files, take = self._plan(source)
             if options.ckpt_load == "all":
                 _require_same_files(files)
@@ -321,15 +326,38 @@ def _on_every_rank(work: Callable[[], T]) -> T:
 
 def _found_on_main(given: str, verify: Any) -> WeightSource | Exception:
     """Find the files on the main process; what it cannot find is the same error on every rank."""
+    place = _place_of_url(given)
 
     def look() -> WeightSource | Exception:
         try:
-            return find_weights(given, verify)
+            return find_weights(given, verify, place)
         except (CheckpointError, ConfigError, OSError) as error:
             return error
 
     found = run_on_main(look)
     return cast("WeightSource | Exception", found)
+
+
+def _place_of_url(given: str) -> Path | None:
+    """Return where what a URL names stands on this machine, on every rank; None of a path.
+
+    Which part of a URL is a folder of checkpoints, its end tells: that of a checkpoint or of a file
+    is the folder that it is in.
+    """
+    if not is_url(given):
+        return None
+    from ddpkit.mirror import mirror_of  # nothing else needs it
+
+    parts = given.rstrip("/").split("/")
+    names = [
+        number
+        for number, part in enumerate(parts)
+        if part.startswith(f"{DIRECTORY_PREFIX}+")
+        or part in {"latest", "best"}
+        or part.endswith(ENDS_OF_FILES)
+    ]
+    first = names[0] if names else len(parts)
+    return mirror_of("/".join(parts[:first])).joinpath(*parts[first:])
 
 
 def _require_same_files(files: Mapping[str, Path]) -> None:

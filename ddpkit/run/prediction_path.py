@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.base import require_writable, require_writable_file
 from ddpkit.errors import ConfigError
+from ddpkit.mirror import local_file
 from ddpkit.row_files import JsonLines, ParquetRows
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class PredictionPath:
         self.words = f"output={str(given)!r}"
         if not isinstance(given, (str, os.PathLike)):
             raise ConfigError(f"output={given!r} is no path. Give one, {_EXAMPLES}.")
-        self.path = Path(given)
+        self.path = Path(local_file("output", given))
         name = self.path.name
         self.is_joined = EACH not in name
         is_clear = name.count(EACH) <= 1 and EACH not in str(self.path.parent)

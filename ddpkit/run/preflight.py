@@ -67,6 +67,7 @@ from ddpkit.run.start_rows import (
     epochs_row,
     evaluation_set_row,
     logs_row,
+    mirror_row,
     optimizers_row,
     row_lines,
 )
@@ -345,7 +346,8 @@ class Preflight:
             **{name: row for name, row in strategy_rows.items() if name != "strategy"},
             **parts,
         }
-        self._show("Training", first, {"start": start}, contexts)
+        last = {"start": start, "mirror": mirror_row(folder)}
+        self._show("Training", first, last, contexts)
 
     def report_evaluation(
         self,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -16,12 +15,14 @@ from ddpkit.comm import data_facts
 from ddpkit.dataloader import plan_of
 from ddpkit.distributed import get_world_size
 from ddpkit.logger import shown_path
+from ddpkit.object_store import is_url
 from ddpkit.run.learning_rates import rates_row
 from ddpkit.train_logger import log_places
 from ddpkit.training import length_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from ddpkit.training import BatchSizes, RunLength
 
@@ -263,8 +264,29 @@ def logs_row(train_logger: Any) -> str:
     files = [handler.baseFilename for handler in handlers if handler.baseFilename != os.devnull]
     folders: dict[str, list[str]] = {}
     for path in dict.fromkeys(map(shown_path, [*files, *log_places(train_logger)])):
-        folders.setdefault(str(Path(path).parent), []).append(Path(path).name)
+        folder, _, name = path.rpartition("/")  # a path, or a URL
+        folder = folder or ("/" if path.startswith("/") else ".")
+        folders.setdefault(folder, []).append(name)
     return "; ".join(f"{_and(names)} in {folder}" for folder, names in folders.items())
+
+
+def mirror_row(folder: Path | None) -> str:
+    """Return which folder of this machine stands for a folder of checkpoints in an object store.
+
+    Args:
+        folder: of the checkpoints; None: there is none.
+
+    Returns:
+        Nothing where the folder is a folder of a disk.
+
+    Ranks: local.
+
+    Example:
+        >>> mirror_row(None)
+        ''
+    """
+    url = "" if folder is None else shown_path(folder)
+    return f"{folder} stands for {url} on this machine" if is_url(url) else ""
 
 
 def _and(words: Iterable[str]) -> str:

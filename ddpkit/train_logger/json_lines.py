@@ -46,7 +46,7 @@ class JSONLTrainLogger(StepFileLogger[bytes]):
 
     def __init__(self, save_file: str | os.PathLike[str]) -> None:
         super().__init__(save_file, _Lines())
-        self._lines = RunLog(save_file, self._file.name)
+        self._lines = RunLog(self.save_file, self._file.name)
 
     def begin_fit(self, optimizer_step: int) -> None:
         """Note where the run goes on, as :meth:`StepFileLogger.begin_fit`; end a line that a crash

@@ -27,6 +27,7 @@ from ddpkit.base import (
 )
 from ddpkit.distributed import if_main_process
 from ddpkit.logger import get_logger
+from ddpkit.mirror import local_file
 from ddpkit.reporting import move_logs_away
 from ddpkit.train_logger.main_logger import MainTrainLogger
 from ddpkit.train_logger.step_axis import StepAxis
@@ -280,8 +281,8 @@ class StepFileLogger(MainTrainLogger, Generic[RowT]):
     needs_own_file = True
 
     def __init__(self, save_file: str | os.PathLike[str], kind: RowKind[RowT]) -> None:
-        self.save_file = os.fspath(save_file)
-        self._file = StepFile(save_file, kind)
+        self.save_file = local_file("save_file", save_file)
+        self._file = StepFile(self.save_file, kind)
         self._axis = StepAxis()
         self._has_written = False
         self._progress: Any = None  # of the Brain that goes on; None: of none

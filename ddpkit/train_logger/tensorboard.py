@@ -22,6 +22,7 @@ from ddpkit.base import (
 )
 from ddpkit.distributed import if_main_process, main_process_only
 from ddpkit.errors import MissingExtraError
+from ddpkit.mirror import local_file
 from ddpkit.reporting import Stats, move_logs_away, plain
 from ddpkit.train_logger.event_files import (
     EVENT_FILES,
@@ -83,7 +84,7 @@ class TensorboardLogger(MainTrainLogger):
                 "TensorboardLogger needs tensorboard, which is not installed. "
                 "Run `pip install tensorboard`, or leave the logger out of the recipe."
             )
-        self.save_dir = os.fspath(save_dir)
+        self.save_dir = local_file("save_dir", save_dir)
         self.global_step: dict[str, Any] = {"train": {}, "valid": {}, "test": {}, "meta": 0}
         self._axis = StepAxis()
         self._purge_step: int | None = None

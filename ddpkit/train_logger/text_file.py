@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.base import require_writable, writing
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
+from ddpkit.mirror import local_file
 from ddpkit.reporting import Current, Stats, append, move_logs_away, plain
 from ddpkit.train_logger.main_logger import MainTrainLogger
 
@@ -51,7 +52,7 @@ class FileTrainLogger(MainTrainLogger):
     save_file: str
 
     def __init__(self, save_file: str | os.PathLike[str], precision: int = 2) -> None:
-        self.save_file = os.fspath(save_file)
+        self.save_file = local_file("save_file", save_file)
         given: Any = precision  # of the YAML
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
             raise ConfigError(
@@ -59,7 +60,7 @@ class FileTrainLogger(MainTrainLogger):
                 "after the point."
             )
         self.precision = precision
-        self.run_log_beside = Path(save_file).with_name("metrics.jsonl")
+        self.run_log_beside = Path(self.save_file).with_name("metrics.jsonl")
         self._has_written = False
 
     def begin_anew(self) -> None:

@@ -90,6 +90,7 @@ VALUES = {
     "init_from": ("other.pt", {}),
     "init_skip": (["head.*"], {"init_from": "other.pt"}),
     "ckpt_async": (False, {}),
+    "ckpt_local": ("scratch", {}),
     "ckpt_verify": ("size", {}),
     "ckpt_load": ("broadcast", {}),
     "ckpt_layout": ("whole", {}),

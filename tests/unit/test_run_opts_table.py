@@ -58,6 +58,7 @@ def test_the_table_is_whole():
         "init_from",
         "init_skip",
         "ckpt_async",
+        "ckpt_local",
         "ckpt_verify",
         "ckpt_load",
         "ckpt_layout",

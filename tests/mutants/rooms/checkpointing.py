@@ -237,7 +237,8 @@ FAULTS = in_room(
         Fault(
             "two saves in one second get one name",
             "CheckpointFolder._new_path",
-            "name not in used and (not os.path.lexists(self.lock.folder / name))",
+            "name not in used and (not os.path.lexists(self.lock.folder / name)) and "
+            "(not self.remote.has(name))",
             "name not in used",
         ),
         Fault(

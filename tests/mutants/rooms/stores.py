@@ -31,4 +31,53 @@ LOCKS = in_room(
     ],
 )
 
-FAULTS = LOCKS
+MIRRORS = in_room(
+    "mirror",
+    "tests/mirror",
+    [
+        Fault(
+            "a checkpoint stands in the store before the files whose rows it counts",
+            "MirrorRemote.put",
+            "self._mirror.push()",
+            "pass",
+            tests="tests/mirror/test_recipe.py",
+        ),
+        Fault(
+            "what the retention deletes stays in the store",
+            "MirrorRemote.deleted",
+            "self.has(name)",
+            "False",
+            tests="tests/mirror/test_checkpointer.py",
+        ),
+        Fault(
+            "a checkpoint is deleted in the store before a later one is there",
+            "_Queue.due",
+            "number <= self.done",
+            "True",
+            tests="tests/mirror/test_kept.py",
+        ),
+        Fault(
+            "of this machine and the store the later by the clock is gone on from",
+            "Standing.order",
+            "return self.step, self.time, self.is_here",
+            "return 0, self.time, self.is_here",
+            tests="tests/mirror/test_kept.py",
+        ),
+        Fault(
+            "what another run has left on this machine is taken for this run's",
+            "KeptRemote.is_of_another_run",
+            "own is not None and there is not None and own != there",
+            "False",
+            tests="tests/mirror/test_kept.py",
+        ),
+        Fault(
+            "a rehearsal writes into the store",
+            "mirror_of",
+            "travels and PARITY not in os.environ",
+            "True",
+            tests="tests/mirror/test_recipe.py",
+        ),
+    ],
+)
+
+FAULTS = [*LOCKS, *MIRRORS]

@@ -1,0 +1,12 @@
+"""An output folder in an object store: the run works in a folder of this machine, the mirror, and
+what is in it is copied up, and down again.
+
+Recipes, loggers and hooks see the mirror alone. Nothing here, nor ``fsspec``, is loaded unless a
+URL is given.
+"""
+
+from __future__ import annotations
+
+from ddpkit import _names_of_stub
+
+__getattr__ = _names_of_stub(__name__)  # of __init__.pyi; each is loaded on first use

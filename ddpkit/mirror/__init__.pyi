@@ -1,0 +1,10 @@
+from ddpkit.mirror.command_paths import copied_down as copied_down
+from ddpkit.mirror.given_paths import local_file as local_file
+from ddpkit.mirror.mirror import (
+    Mirror as Mirror,
+)
+from ddpkit.mirror.mirrors import (
+    forget_mirrors as forget_mirrors,
+    mirror_holding as mirror_holding,
+    mirror_of as mirror_of,
+)

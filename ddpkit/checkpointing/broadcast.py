@@ -20,7 +20,7 @@ from ddpkit.checkpointing.arrival import all_ranks_come
 from ddpkit.checkpointing.checkpoint import Checkpoint, ends_epoch
 from ddpkit.checkpointing.file_loading import load_file
 from ddpkit.checkpointing.main_work import checkpoint_work_on_main
-from ddpkit.checkpointing.shard_files import shards_of
+from ddpkit.checkpointing.shard_files import has_shards, shards_of
 from ddpkit.checkpointing.unchecked_load import finish
 from ddpkit.comm import failures_of
 from ddpkit.distributed import control_group, exchange, if_main_process
@@ -141,6 +141,8 @@ def _shards(path: Path) -> list[tuple[Path, int]]:
     """Return the shards of a file and their sizes; none, if it is no file of torch that can be
     read: loading it says why.
     """
+    if not has_shards(path):
+        return []
     try:
         found = shards_of(path, load_file(path, "meta"))
     except CheckpointError:

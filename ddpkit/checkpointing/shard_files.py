@@ -14,6 +14,7 @@ nothing was verified before.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
 import operator
@@ -91,6 +92,18 @@ def shard_path(path: Path, number: int, count: int) -> Path:
     """
     name = path.name.removesuffix(SUFFIX)
     return path.with_name(f"{name}-shard-{number}-of-{count}.safetensors")
+
+
+def has_shards(path: Path) -> bool:
+    """Say whether there are shards beside a recoverable's file, which is not opened.
+
+    Args:
+        path: of the file.
+
+    Ranks: local.
+    """
+    name = glob.escape(path.name.removesuffix(SUFFIX))
+    return any(path.parent.glob(f"{name}-shard-*-of-*.safetensors"))
 
 
 def sharded_file(skeleton: Any, reports: Sequence[ShardReport]) -> dict[str, Any]:

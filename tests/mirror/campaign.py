@@ -39,7 +39,7 @@ from ddpkit.experiment import create_experiment_directory
 from ddpkit.hparams import load_hparams
 from ddpkit.object_store import Objects
 from ddpkit.run_opts import parse_arguments
-from ddpkit.train_logger import CSVTrainLogger, FileTrainLogger
+from ddpkit.train_logger import CSVTrainLogger, FileTrainLogger, TrainLoggers
 
 CHANGES = ("write", "create", "send", "delete")
 EPOCHS = 3
@@ -82,8 +82,7 @@ class Recipe(Brain):
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage.name == "TRAIN":
-            for train_logger in self.hparams.train_loggers:
-                train_logger.log_stats({"epoch": epoch}, {"loss": stage_loss})
+            self.hparams.train_logger.log_stats({"epoch": epoch}, {"loss": stage_loss})
             self.checkpointer.save_and_keep_only(
                 meta={"loss": float(stage_loss)}, num_to_keep=1, min_keys=["loss"]
             )
@@ -133,10 +132,10 @@ def train(url, place, kill, words):
     hparams = load_hparams(path, overrides)
     create_experiment_directory(hparams["output_folder"], path, overrides, save_env_desc=False)
     folder = Path(hparams["output_folder"])
-    hparams["train_loggers"] = [
+    hparams["train_logger"] = TrainLoggers(
         FileTrainLogger(folder / "train_log.txt"),
         CSVTrainLogger(folder / "rows.csv"),
-    ]
+    )
     net = Net()
     counter = EpochCounter(EPOCHS)
     checkpointer = Checkpointer(hparams["save_folder"], {"net": net, "counter": counter})

@@ -14,7 +14,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.experiment import create_experiment_directory
 from ddpkit.hparams import load_hparams
 from ddpkit.run_opts import parse_arguments
-from ddpkit.train_logger import CSVTrainLogger, FileTrainLogger, JSONLTrainLogger
+from ddpkit.train_logger import CSVTrainLogger, FileTrainLogger, JSONLTrainLogger, TrainLoggers
 from tests.mirror.conftest import (
     Dead,
     Trained,
@@ -41,8 +41,7 @@ class Logs(Trained):
 
     def on_stage_end(self, stage, stage_loss, epoch=None):
         if stage.name == "TRAIN":
-            for train_logger in self.hparams.train_loggers:
-                train_logger.log_stats({"epoch": epoch}, {"loss": stage_loss})
+            self.hparams.train_logger.log_stats({"epoch": epoch}, {"loss": stage_loss})
         super().on_stage_end(stage, stage_loss, epoch)
 
 
@@ -69,11 +68,11 @@ def run(recipe, *words, kind=Logs, epochs=4):
     hparams, run_opts, overrides, path = recipe(*words)
     create_experiment_directory(hparams["output_folder"], path, overrides, save_env_desc=False)
     folder = Path(hparams["output_folder"])
-    hparams["train_loggers"] = [
+    hparams["train_logger"] = TrainLoggers(
         FileTrainLogger(folder / "train_log.txt"),
         CSVTrainLogger(folder / "rows.csv"),
         JSONLTrainLogger(folder / "rows.jsonl"),
-    ]
+    )
     checkpointer = Checkpointer(hparams["save_folder"])
     return train(checkpointer, epochs, kind=kind, hparams=hparams, debug=run_opts.debug)
 

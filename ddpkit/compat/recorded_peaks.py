@@ -95,9 +95,11 @@ def peaks_of_trace(events: list[dict[str, Any]]) -> StepPeaks:
         if event.get("name") == MEMORY_EVENT and event["args"]["Device Type"] == _CPU
     ]
     changes.sort(key=itemgetter(0))
+    # what was there before counts as nothing: a release of it leads below 0
     levels = list(itertools.accumulate(size for _, size in changes))
     if not moments:
         return StepPeaks(max([0, *levels]), None)
+    # of several optimizers the first
     first = min(moments)
     number = sum(moment < first for moment, _ in changes)
     at_step = levels[number - 1] if number else 0

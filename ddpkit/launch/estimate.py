@@ -74,6 +74,7 @@ def options_of(
     words = [word.strip() for word in asked.split(",")]
     numbers = [word for word in words if word.isdecimal()]
     amounts = [word for word in words if not word.isdecimal()]
+    # words such as "gpu" mean what is here, and an estimate asks for what could be
     if nproc is not None and nproc.strip().isdecimal():
         numbers.insert(0, nproc.strip())
     found = [f"--nproc={','.join(numbers)}"] if numbers else []

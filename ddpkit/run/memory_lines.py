@@ -51,5 +51,6 @@ def line_through(points: Sequence[tuple[int | None, float]]) -> Line:
     many, high = others[-1]
     if many is None:
         return Line(low, 0.0)
+    # what shrinks with the batch is chance, such as another kernel
     slope = max((high - low) / (many - few), 0.0)
     return Line(max(high - slope * many, 0.0), slope)

@@ -79,12 +79,14 @@ class AllocatorPeaks:
     def begin(self) -> None:
         """Begin a step."""
         self._passes = None
+        # what the step before has freed may still be in use
         self._allocator.synchronize(self._device)
         self._allocator.reset_peak_memory_stats(self._device)
         self._before = self._allocator.memory_allocated(self._device)
 
     def begin_optimizer(self) -> None:
         """Note that the optimizers step from here on."""
+        # the first optimizer of several: the others step after it
         if self._passes is None:
             self._passes = self._peak()
             self._allocator.reset_peak_memory_stats(self._device)

@@ -146,11 +146,13 @@ class MemoryRehearsal(Passes):
         ]
         measured = []
         for batch in batches:
+            # states of optimizers are made here, kernels are chosen, modules are compiled
             yield self._prepared(batch, window)
             self._drop_gradients()
             self._peaks.begin()
             yield self._prepared(batch, window)
             fresh = self._peaks.end()
+            # as a later micro-batch of a step finds them, or a bucket that has its memory
             for parameter in self._gradients:
                 parameter.grad = torch.zeros_like(parameter)
             self._peaks.begin()
@@ -181,6 +183,7 @@ class MemoryRehearsal(Passes):
     ) -> Any:
         """Return a batch, which is a step of its own."""
         window.begin()
+        # the plan of the run knows other batches: what these weigh in a loss is of no matter
         window.closes = True
         window.count = batch.samples or 1
         window.weight = float(window.count)
@@ -224,6 +227,7 @@ class MemoryRehearsal(Passes):
         there.
         """
         held = 0.0
+        # on a GPU the recipe moves it inside of the step, where it is counted
         if torch.device(self._context.device).type not in COUNTED:
             held += batch.size
         if moves_early(self._loader):
@@ -303,6 +307,7 @@ class MemoryRehearsal(Passes):
                 for processes in self._plan.estimated_on
                 if processes > 1 or new_strategy(value).runs_alone()
             ]
+            # each strategy knows for any number, or for none
             if found and all(row is None for row in found):
                 unknown.append(name)
             rows += [row for row in found if row is not None]
@@ -320,6 +325,7 @@ class MemoryRehearsal(Passes):
         known = registered().get(name)
         chosen_by = "" if known is None else known.chosen_by
         is_chosen = not chosen_by or _is_chosen(options, chosen_by)
+        # it takes no part in the recipe: its option is set for the answer alone
         if not is_chosen:
             _choose(options, chosen_by, processes)
         strategy = new_strategy(value)
@@ -341,6 +347,7 @@ class MemoryRehearsal(Passes):
             return {**row, "impossible": str(error)}
         if memory is None:
             return None
+        # what was not asked for lacks options beside the one that chooses it
         refused = ""
         if is_chosen:
             try:

@@ -55,6 +55,7 @@ def batches_to_rehearse(
     inner = inner_loader(loader)
     sampler = plan_of(loader)
     is_divisible = isinstance(sampler, PlannedBatchSampler) and inner is loader
+    # a sampler of the recipe, or a stream, says how large a batch is: nothing else can be asked for
     if samples is None or not is_divisible:
         return [RehearsalBatch(next(first), samples)]
     indices = next(iter(inner.batch_sampler))
@@ -83,6 +84,7 @@ def _collated(
     size: int,
 ) -> Any:
     """Return a batch of the first samples; they come again where there are too few."""
+    # the same samples again: their kind counts, and no further file is read
     chosen = list(itertools.islice(itertools.cycle(indices), size))
     dataset = loader.dataset
     if hasattr(dataset, "__getitems__"):

@@ -225,4 +225,5 @@ def bytes_of_hook(options: RunOptions, gradients: Mapping[torch.Tensor, int]) ->
         return HookMemory(
             whole + min(whole, (options["bucket_cap_mb"] or BUCKET_MIB) * _MIB), whole
         )
+    # else a bucket is summed up where it is
     return HookMemory(0.0, 0.0)

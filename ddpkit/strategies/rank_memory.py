@@ -178,6 +178,7 @@ def size_of(tensors: Iterable[torch.Tensor]) -> float:
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
+        # memory that was freed, as that of a divided parameter, has no address
         key = storage.data_ptr() or id(tensor)
         found[key] = float(storage.nbytes())
     return sum(found.values())

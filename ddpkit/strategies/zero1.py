@@ -417,6 +417,7 @@ class Zero1(DDP):
         states = [0.0 for _ in ranks]
         for parameter, value in run.states():
             states[owners[parameter]] += bytes_in(value)
+        # as much as it steps does an optimizer allocate in its step
         stepped = [0.0 for _ in ranks]
         for parameter, size in run.gradients.items():
             stepped[owners.get(parameter, 0)] += size

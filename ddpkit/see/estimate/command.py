@@ -79,6 +79,7 @@ def _rehearsed(
     except SliceFailedError as error:
         if not _is_full(error):
             raise
+        # without a GPU it was the host that was too small
         memory = _memory_of_gpu()
         if memory is None:
             raise LaunchError(TOO_LARGE.format(error)) from error

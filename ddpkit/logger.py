@@ -26,6 +26,7 @@ from ddpkit.errors import ConfigError, MissingFileError
 __all__ = [
     "MultiProcessLoggerAdapter",
     "TqdmCompatibleStreamHandler",
+    "address_of",
     "close_logging",
     "format_order_of_magnitude",
     "get_logger",
@@ -217,6 +218,19 @@ def show_as(folder: str | os.PathLike[str], shown: str) -> None:
         's3://bucket/seven/save/CKPT+a'
     """
     _SHOWN_AS[Path(folder)] = shown.rstrip("/")
+
+
+def address_of(path: str | os.PathLike[str]) -> str:
+    """Return where a file is for other processes and machines: the URL of what is in a mirror, and
+    another path as it is.
+
+    Ranks: local.
+
+    Example:
+        >>> address_of("/elsewhere/1")
+        '/elsewhere/1'
+    """
+    return _shown_elsewhere(Path(path)) or str(path)
 
 
 def _shown_elsewhere(path: Path) -> str | None:

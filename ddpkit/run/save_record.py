@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.checkpointing import OWN_META
 from ddpkit.errors import ConfigError
-from ddpkit.logger import get_logger
+from ddpkit.logger import address_of, get_logger
 from ddpkit.reporting import plain, run_event
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _write_saved(position: Mapping[str, int], report: SaveReport) -> None:
     }
     _write(
         "checkpoint",
-        path=report.path,
+        path=address_of(report.path),
         **position,
         end_of_epoch=report.end_of_epoch,
         seconds=round(report.seconds, 4),

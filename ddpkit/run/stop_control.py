@@ -32,7 +32,7 @@ from ddpkit.comm import (
 from ddpkit.control import TIME_LIMIT, SignalListener, failure_notice, signal_named
 from ddpkit.distributed import get_rank, is_distributed_initialized, run_on_main
 from ddpkit.errors import RunStopped
-from ddpkit.logger import get_logger
+from ddpkit.logger import address_of, get_logger
 from ddpkit.run.process_age import seconds_since_start
 from ddpkit.run.stop_note import MARKER, remove_marker, write_marker
 from ddpkit.run_opts import parse_duration
@@ -198,7 +198,7 @@ class StopControl:
             "epoch": progress.epoch,
             "step": progress.step,
             "optimizer_step": progress.optimizer_step,
-            "checkpoint": None if newest is None else str(newest.path),
+            "checkpoint": None if newest is None else address_of(newest.path),
             "host": host_name(),
         }
         run_event("stopped", **facts)
@@ -210,7 +210,7 @@ class StopControl:
         saved = (
             "There is no checkpoint."
             if newest is None
-            else (f"The same command goes on from {newest.path}.")
+            else (f"The same command goes on from {address_of(newest.path)}.")
         )
         words = (
             f"Stopped by {stopped.cause} in {place}, after {progress.optimizer_step} optimizer "

@@ -129,6 +129,9 @@ def test_rows_of_a_run_that_goes_on_elsewhere_are_there_once(store, recipe, tmp_
     assert {name: text(store, name) for name in expected} == expected
     events = [json.loads(line) for line in text(store, "metrics.jsonl").splitlines()]
     assert [event["event"] for event in events if event["event"] == "start"] == ["start"] * 2
+    saves = [event["path"] for event in events if event["event"] == "checkpoint"]
+    assert saves
+    assert all(path.startswith(f"{store}/save/CKPT+") for path in saves)
     epochs = [event["meta"]["epoch"] for event in events if event["event"] == "stats"]
     assert epochs == [1, 2, 3, 4]
 

@@ -70,7 +70,7 @@ class CSVTrainLogger(StepFileLogger[TableRow]):
         self._file.make_room(row.get(STEP), _names(row))
         with writing(self._file.name):
             columns = _columns_that_go_on(self._file.path)
-            if row.keys() <= columns.keys():
+            if columns and row.keys() <= columns.keys():
                 append(self._file.path, _lines([row], columns))
                 return
         rows = self._file.rows()
@@ -121,6 +121,9 @@ class _TableRows(RowKind[TableRow]):
     def is_torn(self, row: TableRow) -> bool:
         return None in row.values()  # it has fewer values than the first line has names
 
+    def ends_in_a_torn_row(self, data: bytes) -> bool:
+        return not data.endswith(b"\n")  # its last value may be a part of one
+
 
 def _lines(rows: Iterable[TableRow], columns: Iterable[str]) -> str:
     """Return rows as they stand in the file."""
@@ -130,8 +133,8 @@ def _lines(rows: Iterable[TableRow], columns: Iterable[str]) -> str:
 
 
 def _columns_that_go_on(path: Path) -> dict[str, None]:
-    """Return the columns of a table to whose end a row can be added; else none, and none of a file
-    that is no table.
+    """Return the columns of a table to whose end a row can be added; else none, as of a file that
+    is no table, or has a name twice: a row has one value for both.
     """
     if not path.exists() or not path.stat().st_size:
         return {}
@@ -141,9 +144,11 @@ def _columns_that_go_on(path: Path) -> dict[str, None]:
             return {}
     try:
         with path.open(encoding="utf-8", newline="") as file, _long_values():
-            return dict.fromkeys(next(csv.reader(file), []))
+            names = next(csv.reader(file), [])
     except (csv.Error, UnicodeDecodeError):
         return {}
+    columns = dict.fromkeys(names)
+    return columns if len(columns) == len(names) else {}
 
 
 @contextlib.contextmanager

@@ -86,6 +86,10 @@ class RowKind(abc.ABC, Generic[RowT]):
         """Say whether a row is the beginning of one that was cut off."""
         return False
 
+    def ends_in_a_torn_row(self, data: bytes) -> bool:
+        """Say whether the last row of a file may be cut off, though nothing of it is missing."""
+        return False
+
 
 class StandingRows(Generic[RowT]):
     """The rows of a checkpoint's own step that came after it: a run that goes on from it may write
@@ -162,9 +166,7 @@ class StepFile(Generic[RowT]):
 
     def rows(self) -> list[RowT]:
         """Return the rows; none where there is no file."""
-        with writing(self.name):
-            data = self.path.read_bytes() if self.path.exists() else b""
-        return self._kind.parse(data)
+        return self._kind.parse(self._read())
 
     def replace(self, rows: Sequence[RowT], before: Sequence[RowT]) -> None:
         """Write the file anew, with other rows.
@@ -198,7 +200,8 @@ class StepFile(Generic[RowT]):
         Args:
             optimizer_step: where it goes on; 0: it begins, and no row is taken out.
         """
-        rows = self.rows()
+        data = self._read()
+        rows = self._kind.parse(data)
         known = self._known(rows, self._saved)
         self._saved = None
         self._standing = None
@@ -207,7 +210,8 @@ class StepFile(Generic[RowT]):
             return
         self._later = (known or 0, optimizer_step)
         if known is not None:
-            kept = [*rows[:known], *(row for row in rows[known:] if not self._kind.is_torn(row))]
+            later = rows[known:-1] if self._kind.ends_in_a_torn_row(data) else rows[known:]
+            kept = [*rows[:known], *(row for row in later if not self._kind.is_torn(row))]
             self._standing = StandingRows(self._kind, kept, known, optimizer_step)
             if len(kept) < len(rows):
                 self.replace(kept, rows)
@@ -245,6 +249,10 @@ class StepFile(Generic[RowT]):
             return
         rows = self.rows()
         self.replace(self._standing.without(rows, names), rows)
+
+    def _read(self) -> bytes:
+        with writing(self.name):
+            return self.path.read_bytes() if self.path.exists() else b""
 
     def _known(self, rows: list[RowT], saved: dict[str, int] | None) -> int | None:
         """Return how many rows the checkpoint has seen; None: it has seen another file."""

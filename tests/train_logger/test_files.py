@@ -472,3 +472,29 @@ def test_a_row_that_a_crash_has_torn_after_the_checkpoint_is_taken_out(tmp_path)
         file.write("2")  # the epoch, and no more
     train(tmp_path, loggers_in(tmp_path), save_every=STEPS)
     assert all(row["optimizer_step"] for row in rows_of(tmp_path / "log.csv"))
+
+
+@pytest.mark.parametrize("last", ["", "0."])
+def test_a_row_whose_last_value_a_crash_has_torn_is_taken_out(tmp_path, last):
+    """It has a value for each name, and stands at the checkpoint's own step."""
+    train(tmp_path / "through", loggers_in(tmp_path / "through"), save_every=STEPS)
+    killed = tmp_path / "killed"
+    train(killed, loggers_in(killed), KILLED, save_every=STEPS)
+    whole = (killed / "log.csv").read_text()
+    (killed / "log.csv").write_text(whole[: whole.rindex(",") + 1] + last)
+    train(killed, loggers_in(killed), save_every=STEPS)
+    assert (killed / "log.csv").read_text() == (tmp_path / "through" / "log.csv").read_text()
+
+
+def test_a_row_is_added_under_its_own_name_where_a_table_has_a_name_twice(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,epoch,train_loss\n1,1,0.5\n")
+    CSVTrainLogger(path).log_stats({"epoch": 2}, {"loss": 0.25})
+    assert path.read_text() == "epoch,train_loss\n1,0.5\n2,0.25\n"
+
+
+def test_statistics_without_a_value_need_no_folder(tmp_path):
+    table = CSVTrainLogger(tmp_path / "new" / "log.csv")
+    table.log_stats({})
+    table.log_stats({"epoch": 1})
+    assert rows_of(tmp_path / "new" / "log.csv") == [{"epoch": "1"}]

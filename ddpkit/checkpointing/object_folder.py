@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -129,12 +129,14 @@ class ObjectFolder:
         self._folders = newest_versions(complete)
         return sorted(self._folders)
 
-    def _candidates(self) -> set[str]:
-        """Return the folders in which something of a checkpoint may stand."""
+    def _candidates(self, index: AbstractSet[str] | None = None) -> set[str]:
+        """Return the folders in which something of a checkpoint may stand; the index may have been
+        read before.
+        """
         listed = {name.partition("/")[0] for name in self._objects.sizes() if "/" in name}
         with self._mutex:
             known = listed | self._complete | self._going_on | self._left
-        known |= read_index(self._objects)
+        known |= read_index(self._objects) if index is None else index
         return {folder for folder in known if folder.startswith(DIRECTORY_PREFIX)}
 
     def _folder_now(self, name: str) -> str:
@@ -211,12 +213,13 @@ class ObjectFolder:
         """
         files = self._files_of(directory)
         name = directory.name
-        others = self._versions(name)
+        index = read_index(self._objects)
+        others = self._versions(name, index)
         folder = folder_of(name, 1 + max(others.values(), default=-1))
         with self._mutex:
             self._going_on.add(folder)
         try:
-            write_index(self._objects, {*read_index(self._objects), *self._complete, folder})
+            write_index(self._objects, {*index, *self._complete, folder})
             send_files(self._objects, folder, directory, files)
             before_manifest()
             text = (directory / MANIFEST_NAME).read_bytes()
@@ -241,9 +244,9 @@ class ObjectFolder:
             raise CheckpointError(f"{directory} cannot be copied to {self.url}: {reason}.")
         return as_sizes(read_manifest(directory / MANIFEST_NAME)[0])
 
-    def _versions(self, name: str) -> dict[str, int]:
+    def _versions(self, name: str, index: AbstractSet[str] | None = None) -> dict[str, int]:
         """Return the folders in which something of a checkpoint may stand, with their versions."""
-        named = {folder: name_and_version(folder) for folder in self._candidates()}
+        named = {folder: name_and_version(folder) for folder in self._candidates(index)}
         return {folder: version for folder, (own, version) in named.items() if own == name}
 
     def delete(self, name: str) -> None:

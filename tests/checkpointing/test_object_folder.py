@@ -220,7 +220,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(place, folder, disk, int
     assert step_of(reader.get("CKPT+best", into)) == 2
 
 
-def test_clean_leaves_what_is_whole_and_an_upload_that_is_going_on(place, folder, objects, disk):
+def test_clean_leaves_what_is_whole_and_an_upload_that_is_going_on(
+    place, folder, objects, disk, into
+):
     for file in ("CKPT+dead/model.ckpt", "CKPT+best@7/model.ckpt", "notes/CKPT.txt"):
         objects.write(file, b"1")
     lock = StoreLock(place[0])
@@ -232,6 +234,7 @@ def test_clean_leaves_what_is_whole_and_an_upload_that_is_going_on(place, folder
     kept = {name.partition("/")[0] for name in objects.sizes()}
     assert kept == {"CKPT+best@8", "notes", INDEX_NAME}
     assert folder.names() == ["CKPT+best"]
+    assert step_of(folder.get("CKPT+best", into)) == 1
 
 
 # ------------------------------------------------------------------------ stores that misbehave

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+import threading
 import uuid
 
 import pytest
 
-from ddpkit.errors import CheckpointError, FolderInUseError
+from ddpkit.errors import CheckpointError, FolderInUseError, ObjectStoreError
 from ddpkit.object_store import Objects, StoreLock, lock as lock_module
 from ddpkit.object_store.owner import this_process
 
@@ -95,3 +98,135 @@ def test_a_record_of_another_run_is_the_end_of_this_one(url, objects):
         lock.require()
     lock.release()
     assert objects.read(".lock") == data
+
+
+def test_of_several_that_wait_for_a_lock_that_was_left_one_has_it(url, objects):
+    """Each in a process's place: the sharing within one is switched off."""
+    other, data = record()
+    objects.write(".lock", data)
+    taken = []
+    refused = []
+
+    def take():
+        try:
+            taken.append(lock_module._take(Objects(url), ".lock"))
+        except FolderInUseError:
+            refused.append(True)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # they are one process, so that each may take over from the one before
+    holders = [hold for hold in taken if lock_module._owner_of(objects, ".lock") == hold.owner]
+    assert len(holders) == 1
+    for hold in taken:
+        if hold not in holders:
+            with pytest.raises(FolderInUseError):
+                hold.require()
+    for hold in taken:
+        hold.give_back()
+    assert objects.sizes() == {}
+    assert other.token not in str(objects.sizes())
+
+
+def test_one_claim_at_a_time_replaces_a_record(objects):
+    other, data = record()
+    objects.write(".lock", data)
+    objects.create(f".lock.after-{other.token}", record()[1])  # of one that is at it
+    assert not lock_module._is_taken_over(objects, ".lock", other, this_process())
+    assert objects.read(".lock") == data
+
+
+def test_a_claim_whose_process_was_killed_is_not_waited_for_for_ever(url, objects):
+    other, data = record()
+    objects.write(".lock", data)
+    objects.create(f".lock.after-{other.token}", record()[1])
+    lock = StoreLock(url)
+    with lock.hold():
+        lock.require()
+    assert objects.sizes() == {}
+
+
+def test_a_record_that_was_replaced_meanwhile_is_not_replaced_again(objects):
+    other, _ = record()
+    successor, data = record()
+    objects.write(".lock", data)
+    assert not lock_module._is_taken_over(objects, ".lock", other, this_process())
+    assert objects.read(".lock") == data
+    assert list(objects.sizes()) == [".lock"]
+    assert successor != other
+
+
+def test_a_record_that_cannot_be_read_is_taken_over(url, objects):
+    objects.write(".lock", b"{")
+    with StoreLock(url).hold():
+        assert json.loads(objects.read(".lock"))["host"] == this_process().host
+
+
+def test_a_lock_that_could_not_be_given_back_is_this_process_s_again(url, objects, monkeypatch):
+    lock = StoreLock(url)
+    lock.acquire()
+    with monkeypatch.context() as patched:
+        patched.setattr(Objects, "delete", lambda *_: (_ for _ in ()).throw(ObjectStoreError("no")))
+        lock.release()
+    assert objects.size(".lock")
+    with StoreLock(url).hold():
+        pass
+    assert not objects.size(".lock")
+
+
+HOLD = """
+import sys, time
+from ddpkit.object_store import StoreLock
+
+StoreLock(sys.argv[1]).acquire()
+print("held", flush=True)
+{then}
+"""
+
+
+def start(url, then="time.sleep(600)"):
+    words = [sys.executable, "-c", HOLD.format(then=then), url]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_another_process_keeps_it_out_until_it_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "LEASE_SECONDS", 600.0)
+    waits = lambda *_: pytest.fail("it waits for a process that is known to be gone")
+    url = f"file://{tmp_path}/run"
+    process = start(url)
+    lock = StoreLock(url)
+    try:
+        with pytest.raises(FolderInUseError, match=f"in use by another run: process {process.pid}"):
+            lock.acquire()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    monkeypatch.setattr(lock_module._Waiting, "is_over", waits)
+    with lock.hold():
+        lock.require()
+
+
+def test_a_process_that_exits_gives_it_back_and_a_forked_child_does_not(tmp_path):
+    url = f"file://{tmp_path}/run"
+    forks = """
+import os
+child = os.fork()
+if not child:
+    lock = StoreLock(sys.argv[1])
+    assert not lock.held
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+StoreLock(sys.argv[1]).acquire()
+print("still held", flush=True)
+"""
+    process = start(url, forks)
+    assert process.stdout.read() == "still held\n"
+    process.stdout.close()
+    assert process.wait() == 0
+    assert Objects(url).sizes() == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault, in_room
 
+FOLDER = "tests/checkpointing/test_object_folder.py"
 LOCK = "tests/object_store/test_lock.py"
 
 LOCKS = in_room(
@@ -27,6 +28,107 @@ LOCKS = in_room(
             "_Hold.require",
             "found != self.owner",
             "False",
+        ),
+        Fault(
+            "a lock in a store that was replaced meanwhile is replaced again",
+            "_is_taken_over",
+            "_owner_of(objects, name) != holder",
+            "False",
+        ),
+        Fault(
+            "a run that was killed on this machine keeps its lock in a store",
+            "Owner.is_gone",
+            "self._is_of_this_machine and has_ended(self.pid, self.started)",
+            "False",
+        ),
+        Fault(
+            "a forked process keeps the lock of its parent in a store",
+            "_hold_nothing",
+            "_HELD.clear()",
+            "pass",
+        ),
+    ],
+)
+
+REQUESTS = in_room(
+    "object_store",
+    "tests/object_store/test_failures.py",
+    [
+        Fault(
+            "a request that is refused is made again and again",
+            "may_pass",
+            "isinstance(error, (*_LASTING, ValueError)) or is_refused(error) "
+            "or lacks_credentials(error)",
+            "False",
+        ),
+        Fault(
+            "a password of a URL is shown",
+            "shown_url",
+            "_PASSWORD.sub('//', url).rstrip('/')",
+            "url.rstrip('/')",
+        ),
+        Fault(
+            "a short read of a store is taken",
+            "Objects.read_range",
+            "len(data) != end - start",
+            "False",
+            FOLDER,
+        ),
+        Fault(
+            "a request that may pass is made once",
+            "repeated",
+            "attempt == attempts or not may_pass(error)",
+            "True",
+            FOLDER,
+        ),
+    ],
+)
+
+CHECKPOINTS = in_room(
+    "checkpointing",
+    FOLDER,
+    [
+        Fault(
+            "a checkpoint in a store exists before its files are there",
+            "ObjectFolder.names",
+            "size is not None",
+            "True",
+        ),
+        Fault(
+            "what replaces a checkpoint in a store is written over it",
+            "ObjectFolder.put",
+            "folder_of(name, 1 + max(others.values(), default=-1))",
+            "folder_of(name, 0)",
+        ),
+        Fault(
+            "a checkpoint in a store is found by its listing alone",
+            "ObjectFolder._candidates",
+            "known |= read_index(self._objects) if index is None else index",
+            "pass",
+        ),
+        Fault(
+            "what a store has deleted for a checkpoint that was replaced stays",
+            "ObjectFolder.put",
+            "self._delete_folder(other)",
+            "pass",
+        ),
+        Fault(
+            "checksums of what comes from a store are not compared",
+            "ObjectFolder._checksum_faults",
+            "digests[f'{stored.folder}/{name}'] != stored.files[name]['sha256']",
+            "False",
+        ),
+        Fault(
+            "a damaged read of a store is not made again",
+            "READS",
+            "2",
+            "1",
+        ),
+        Fault(
+            "an upload that is going on is cleaned away",
+            "ObjectFolder.clean",
+            "kept |= self._going_on",
+            "pass",
         ),
     ],
 )
@@ -80,4 +182,4 @@ MIRRORS = in_room(
     ],
 )
 
-FAULTS = [*LOCKS, *MIRRORS]
+FAULTS = [*LOCKS, *REQUESTS, *CHECKPOINTS, *MIRRORS]

@@ -23,7 +23,12 @@ from ddpkit.base import do_nothing, replacing
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX
 from ddpkit.checkpointing.object_index import read_index, write_index
-from ddpkit.checkpointing.object_names import folder_of, name_and_version, newest_versions
+from ddpkit.checkpointing.object_names import (
+    folder_of,
+    is_one_part,
+    name_and_version,
+    newest_versions,
+)
 from ddpkit.checkpointing.object_transfer import (
     FileWriter,
     as_sizes,
@@ -139,6 +144,14 @@ class ObjectFolder:
         known |= read_index(self._objects) if index is None else index
         return {folder for folder in known if folder.startswith(DIRECTORY_PREFIX)}
 
+    def _require_one_part(self, name: str) -> None:
+        """Refuse the name of a checkpoint that would lead to another folder, here or there."""
+        if not is_one_part(name):
+            raise CheckpointError(
+                f"{name!r} is no name of a checkpoint of {self.url}: a name is one part of a path, "
+                'without "/" and "\\". Give the name alone.'
+            )
+
     def _folder_now(self, name: str) -> str:
         """Return where a checkpoint stands, looking anew.
 
@@ -211,6 +224,7 @@ class ObjectFolder:
             ObjectStoreError: the store cannot be reached, or refuses. An earlier checkpoint of this
                 name is still there.
         """
+        self._require_one_part(directory.name)
         files = self._files_of(directory)
         name = directory.name
         index = read_index(self._objects)
@@ -254,8 +268,10 @@ class ObjectFolder:
         One that is not there is no error.
 
         Raises:
+            CheckpointError: the name is no name of a checkpoint.
             ObjectStoreError: the store cannot be reached, or refuses.
         """
+        self._require_one_part(name)
         for folder in self._versions(name):
             self._delete_folder(folder)
         self._folders.pop(name, None)
@@ -327,6 +343,7 @@ class ObjectFolder:
             CheckpointError: there is none of this name, it is damaged, or this disk cannot take it.
             ObjectStoreError: the store cannot be reached.
         """
+        self._require_one_part(name)
         final = into / name
         staging = make_staging(final)
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
+from ddpkit.checkpointing.object_names import is_one_part
 from ddpkit.logger import get_logger
 from ddpkit.object_store import Objects
 
@@ -21,7 +22,7 @@ INDEX_FORMAT = 1
 
 def read_index(objects: Objects) -> set[str]:
     """Return the folders that the index of a store names; none where there is no index, or one that
-    cannot be understood.
+    cannot be understood. Names that lead out of the folder are left out.
     """
     try:
         data = objects.read(INDEX_NAME)
@@ -39,7 +40,15 @@ def read_index(objects: Objects) -> set[str]:
             error,
         )
         return set()
-    return set(named)
+    outside = sorted(folder for folder in named if not is_one_part(folder))
+    if outside:
+        logger.warning(
+            "%s/%s names %r, which is no folder of a checkpoint: such names are left out.",
+            objects.url,
+            INDEX_NAME,
+            outside[0],
+        )
+    return set(named) - set(outside)
 
 
 def write_index(objects: Objects, folders: Iterable[str]) -> None:

@@ -14,6 +14,16 @@ from collections.abc import Iterable
 _VERSION = re.compile(r"(?P<name>.+)@(?P<version>[0-9]{1,9})", re.DOTALL)
 
 
+def is_one_part(name: str) -> bool:
+    """Say whether a name is one part of a path, and leads nowhere else.
+
+    Example:
+        >>> is_one_part("CKPT+best@2"), is_one_part("CKPT+a/../../b"), is_one_part("..")
+        (True, False, False)
+    """
+    return name not in {"", ".", ".."} and not any(sign in name for sign in "/\\\0")
+
+
 def folder_of(name: str, version: int) -> str:
     """Return the folder of a version of a checkpoint. Version 0 has the checkpoint's name.
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from ddpkit.checkpointing import REMOTES
+from ddpkit.errors import ConfigError
 from ddpkit.launch import PARITY, find_slice
 from ddpkit.mirror.local_folder import kept_folder, own_folder
 from ddpkit.mirror.mirror import Mirror
@@ -62,12 +63,22 @@ def mirror_of(
 def place_in_mirror(url: str) -> Path | None:
     """Return the place of this machine that stands for a URL; None where no mirror has it.
 
+    Raises:
+        ConfigError: a part of it is ``.`` or ``..``.
+
     Ranks: local.
     """
     url = url.rstrip("/")
     for known, mirror in _MIRRORS.items():
         if url == known or url.startswith(f"{known}/"):
-            return mirror.folder.joinpath(*url[len(known) + 1 :].split("/"))
+            parts = url[len(known) + 1 :].split("/")
+            if any(part in {".", ".."} or "\0" in part for part in parts):
+                shown = "/".join([mirror.objects.url, *parts])
+                raise ConfigError(
+                    f"{shown!r} has a part that leads elsewhere: a store has no folders to go up "
+                    "to. Write the URL without '.' and '..'."
+                )
+            return mirror.folder.joinpath(*parts)
     return None
 
 

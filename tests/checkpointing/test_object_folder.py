@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from ddpkit.checkpointing import ObjectFolder, verify
-from ddpkit.checkpointing.object_index import INDEX_NAME
+from ddpkit.checkpointing.object_index import INDEX_NAME, read_index
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError, ObjectStoreError
 from ddpkit.object_store import Objects, StoreLock, repetition
 from tests import faulty_store
@@ -314,3 +314,24 @@ def test_a_read_that_is_damaged_once_is_made_again(faulty, disk, into):
     with pytest.raises(CheckpointError, match="fails its checksum"):
         folder.get("CKPT+a", into)
     assert verify(into / "CKPT+a") == []
+
+
+@pytest.mark.parametrize("bad", ["CKPT+a/../../evil", "CKPT+a\\b", "CKPT+a\0b", "..", "."])
+def test_an_index_that_names_other_folders_leads_nowhere(folder, objects, disk, bad, caplog):
+    folder.put(make(disk, "CKPT+a", 1))
+    objects.write(INDEX_NAME, json.dumps({"format": 1, "checkpoints": ["CKPT+a", bad]}).encode())
+    assert read_index(objects) == {"CKPT+a"}
+    assert f"names {bad!r}, which is no folder of a checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize("bad", ["CKPT+a/../../evil", "../CKPT+a", "CKPT+a\\b", "..", ""])
+def test_a_name_is_one_part_of_a_path(folder, objects, disk, into, bad):
+    folder.put(make(disk, "CKPT+a", 1))
+    folder._folders[bad] = "CKPT+a"  # as an index of somebody else had it
+    with pytest.raises(CheckpointError, match="is no name of a checkpoint"):
+        folder.get(bad, into)
+    with pytest.raises(CheckpointError, match="is no name of a checkpoint"):
+        folder.delete(bad)
+    assert list(into.iterdir()) == []
+    assert sorted(path.name for path in into.parent.iterdir()) == ["back", "disk"]
+    assert folder.names() == ["CKPT+a"]

@@ -191,6 +191,12 @@ def test_a_logger_refuses_a_url_that_nothing_mirrors(kind):
         kind("s3://bucket/run/rows")
 
 
+def test_a_url_that_leads_out_of_the_mirror_is_refused(store):
+    Checkpointer(store)
+    with pytest.raises(ConfigError, match="has a part that leads elsewhere"):
+        FileTrainLogger(f"{store}/a/../../log.txt")
+
+
 def test_predictions_go_into_the_store(store, recipe):
     brain = run(recipe, f"--output_folder={store}", epochs=1)
     brain.predict([(torch.zeros(3, dtype=torch.float64), 0)], output=f"{store}/out.jsonl")

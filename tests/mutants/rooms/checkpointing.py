@@ -295,7 +295,7 @@ FAULTS = in_room(
         ),
         Fault(
             "a checkpoint file may run code",
-            "safe_load",
+            "load_file",
             "torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)",
             "torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)",
             HOOKS,

@@ -78,6 +78,7 @@ from ddpkit.checkpointing import (
     find_load_hook,
     find_save_hook,
     find_transfer_hook,
+    gathered_states,
     get_default_hook,
     load_recoverables,
     lock_of,
@@ -886,7 +887,7 @@ class Checkpointer:
                 self.find_bases()
             else:
                 stored = {name: obj for name, obj in objects.items() if hooks[name] is torch_save}
-                divided = self.divided_states(stored)
+                divided = self._loadable_by_hooks(objects, self.divided_states(stored))
                 shards = {
                     name: state
                     for name, state in divided.items()
@@ -912,6 +913,27 @@ class Checkpointer:
             if everywhere or save.shards is not None:
                 return self._save_on_every_rank(folder, save, everywhere)
             return self._on_main(folder.attempt, folder.save, save)
+
+    def _loadable_by_hooks(
+        self,
+        objects: Mapping[str, Any],
+        divided: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Gather whole what is loaded by a hook of its own, which knows nothing of shards."""
+        own = {
+            name: objects[name]
+            for name, state in divided.items()
+            if isinstance(state, ShardedState)
+            and self._hooks_of(name, self.recoverables[name])[1] is not torch_recovery
+        }
+        gathered = gathered_states(own)
+        if missing := sorted(own.keys() - gathered.keys()):
+            raise CheckpointError(
+                f"the recoverable {missing[0]!r} has a loader of its own, which cannot read "
+                "shards, and the strategy gives its state in shards that cannot be gathered. "
+                "Leave its loader to ddpkit, or let divided_states return it whole."
+            )
+        return {**divided, **gathered}
 
     def _save_on_every_rank(
         self,

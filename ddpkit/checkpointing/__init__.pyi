@@ -101,6 +101,7 @@ from ddpkit.checkpointing.shard_saving import (
 )
 from ddpkit.checkpointing.shard_states import (
     ShardedState as ShardedState,
+    gathered_states as gathered_states,
     sharded_states as sharded_states,
 )
 from ddpkit.checkpointing.state_names import (

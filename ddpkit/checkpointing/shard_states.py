@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.base import first_row, gather_whole, is_sharded, local_part, map_named
-from ddpkit.checkpointing.hooks import saved_state
+from ddpkit.checkpointing.hooks import saved_state, whole_states
 from ddpkit.checkpointing.module_state import ON_META, has_any, is_on_meta
 from ddpkit.distributed import get_rank, require_all_ranks
 from ddpkit.errors import CheckpointError
@@ -60,6 +60,39 @@ def sharded_states(objects: Mapping[str, Any]) -> dict[str, ShardedState]:
             require_all_ranks("save_checkpoint")
             found[name] = _take_apart(name, state)
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredState:
+    """What is saved in the place of an object whose state was divided over the ranks.
+
+    Attributes:
+        state: whole on rank 0, empty on the others.
+
+    Ranks: local.
+    """
+
+    state: Any
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        return self.state
+
+
+def gathered_states(objects: Mapping[str, Any]) -> dict[str, GatheredState]:
+    """Gather those states whose tensors are divided over the ranks.
+
+    Args:
+        objects: by name, as for :func:`~ddpkit.checkpointing.hooks.whole_states`.
+
+    Ranks: collective; the same objects in the same order on all ranks.
+
+    Example:
+        >>> from torch import nn
+        >>> gathered_states({"net": nn.Linear(1, 1)})
+        {}
+    """
+    return {name: GatheredState(state) for name, state in whole_states(objects).items()}
 
 
 def _take_apart(name: str, state: Any) -> ShardedState:

@@ -4,6 +4,7 @@ divided over the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -23,6 +24,8 @@ from ddpkit.base import is_sharded, local_part
 from ddpkit.checkpointing import arrival
 from ddpkit.checkpoints import (
     Checkpointer,
+    mark_as_loader,
+    register_checkpoint_hooks,
     safe_load,
     torch_recovery,
     torch_save,
@@ -397,6 +400,46 @@ def test_a_checkpoint_can_be_gathered(ranks, tmp_path):
     for one, other in zip(ranks.run(go_on_gathered, tmp_path), expected, strict=True):
         assert_same(one["weights"], other["weights"])
     assert not list(Checkpointer(tmp_path).find_checkpoint().path.glob("*.safetensors"))
+
+
+def load_with_torch(obj, path, end_of_epoch):
+    """A recipe's own loader: it knows files of torch.save."""
+    state = torch.load(path, weights_only=True)
+    assert not any(value.is_meta for value in state.values())
+    torch_recovery(obj, path, end_of_epoch)
+
+
+@register_checkpoint_hooks
+class LoadsItself(nn.Sequential):
+    """Is saved as any module, and loaded by its own method."""
+
+    @mark_as_loader
+    def _load(self, path, end_of_epoch):
+        load_with_torch(self, path, end_of_epoch)
+
+
+def stop_and_go_on_with_own_loader(folder, kind):
+    found = []
+    for dies_at in ((2, 5), None):
+        net = LoadsItself(*make_net()) if kind == "class" else make_net()
+        brain, counter = make(Classifier, folder, net, **SAVING)
+        if kind == "hook":
+            brain.checkpointer.custom_load_hooks["net"] = load_with_torch
+        brain.dies_at = dies_at
+        with contextlib.suppress(Killed):
+            brain.fit(counter, data(25), data(7), train_loader_kwargs={"shuffle": True})
+            found.append(whole(brain))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["hook", "class"])
+def test_what_has_a_loader_of_its_own_is_not_saved_in_shards(ranks, tmp_path, kind):
+    (found,) = ranks.run(stop_and_go_on_with_own_loader, tmp_path, kind)[0]
+    assert_same(found, ranks.run(through)[0]["weights"])
+    newest = Checkpointer(tmp_path).find_checkpoint().path
+    names = {path.name for path in newest.glob("*.safetensors")}
+    assert not [name for name in names if name.startswith("net-")]
+    assert "optimizer-shard-1-of-2.safetensors" in names
 
 
 def go_on_by_broadcast(folder):

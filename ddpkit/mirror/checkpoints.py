@@ -10,7 +10,9 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ddpkit.base import earlier_folder
 from ddpkit.checkpointing import (
+    MANIFEST_NAME,
     META_NAME,
     STAGING_PREFIX,
     SUFFIX,
@@ -247,18 +249,43 @@ class MirrorRemote(Remote):
         aside: str,
     ) -> None:
         """Move checkpoints into a subfolder of the store, where no search finds them."""
-        there = ObjectFolder(f"{self._url}/{aside}")
         for name in names:
             if not self.has(name):
                 continue
-            self.fetch(self._folder / name)
-            with self._changing:
-                there.put(self._folder / name, before_manifest=self._lock.require)
-                self._store.delete(name)
-            self._all_names().discard(name)
+            source = self._folder / name
+            if source.exists() and not self._is_as_there(source):
+                own = self._folder / aside
+                into = earlier_folder(self._folder, [name], other_than=own)
+                source = self._store.get(name, into)
+            else:
+                self.fetch(source)
+            self._move_there(source, aside)
         if not self._all_names():
             self.note_run(begins=True)
         self._copy_links()
+
+    def _is_as_there(self, path: Path) -> bool:
+        """Return whether a checkpoint of this machine is the one of its name in the store."""
+        manifest = self._store.read_entry(path.name, MANIFEST_NAME)
+        return (path / MANIFEST_NAME).read_bytes() == manifest
+
+    def _move_there(
+        self,
+        copy: Path,
+        aside: str,
+    ) -> None:
+        """Move a checkpoint of the store into a subfolder of it.
+
+        Args:
+            copy: of it on this machine.
+            aside: name of the subfolder.
+        """
+        with self._changing:
+            there = ObjectFolder(f"{self._url}/{aside}")
+            there.put(copy, before_manifest=self._lock.require)
+            self._lock.require()
+            self._store.delete(copy.name)
+        self._all_names().discard(copy.name)
 
     def _copy_links(self) -> None:
         """Have a small object with the name of a checkpoint stand for each link of the folder."""

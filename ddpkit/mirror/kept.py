@@ -217,40 +217,51 @@ class KeptRemote(MirrorRemote):
         there: list[Standing],
     ) -> None:
         """Move away what was saved later than the furthest, by a run that has not come so far; and
-        what has the name of another.
+        what has the name of another. The furthest itself stays where it is.
         """
+        both = [*here, *there]
+        later = {one for one in both if one.time > furthest.time and one != furthest}
         times = {one.name: one.time for one in there}
-        later = {one.name for one in [*here, *there] if one.time > furthest.time}
         other = {
-            one.name
-            for one in here
-            if one != furthest and times.get(one.name, one.time) != one.time
+            one for one in here if one != furthest and times.get(one.name, one.time) != one.time
         }
-        if later or other:
-            logger.warning(
-                "The training goes on from %s at optimizer step %d, %s. Checkpoints of a run that "
-                "had not come so far are moved away: %s.",
-                furthest.name,
-                furthest.step,
-                "which is on this machine" if furthest.is_here else f"which is in {self.shown}",
-                ", ".join(sorted(later | other)),
-            )
-        self._move_away(other - later)
-        self._move_away(later, also_there=True)
+        leaving = later | other
+        if not leaving:
+            return
+        logger.warning(
+            "The training goes on from %s at optimizer step %d, %s. Checkpoints of a run that "
+            "had not come so far are moved away: %s.",
+            furthest.name,
+            furthest.step,
+            "which is on this machine" if furthest.is_here else f"which is in {self.shown}",
+            ", ".join(sorted({one.name for one in leaving})),
+        )
+        self._move_away(
+            {one.name for one in leaving if one.is_here},
+            {one.name for one in leaving if not one.is_here},
+        )
 
     def _move_away(
         self,
-        names: Collection[str],
-        *,
-        also_there: bool = False,
+        here: Collection[str],
+        there: Collection[str] = (),
     ) -> None:
-        """Move checkpoints of this machine into a subfolder, and those of the store if asked."""
+        """Move checkpoints of this machine, and others of the store, into a subfolder. What is in
+        the store is copied down first; where the two of a name differ, into a subfolder of its own.
+        """
+        names = {*here, *there}
         if not names:
             return
         aside = earlier_folder(self._folder, names)
-        if also_there:
-            super().set_aside(sorted(names), aside.name)
-        for name in names:
+        for name in sorted(there):
+            own = self._folder / name
+            if name in here and self._is_as_there(own):
+                self._move_there(own, aside.name)
+                continue
+            taken = name in here
+            into = earlier_folder(self._folder, [name], other_than=aside) if taken else aside
+            self._move_there(self._store.get(name, into), aside.name)
+        for name in sorted(here):
             if (self._folder / name).exists():
                 (self._folder / name).rename(aside / name)
 

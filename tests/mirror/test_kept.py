@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from ddpkit.checkpointing import ObjectFolder
+from ddpkit.checkpointing import META_NAME, REMOTES, ObjectFolder
+from ddpkit.checkpointing.storage import META_MARK, commit_staging, make_staging
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
 from ddpkit.mirror import kept, mirror_of, uploads
@@ -245,3 +246,58 @@ def test_what_is_here_of_another_run_is_moved_away(store, place, caplog):
     brain = train(again, 2)
     assert len(brain.losses) == 1  # it has gone on from the other run's first epoch
     assert list(again.checkpoints_dir.glob("earlier-*/CKPT*"))
+
+
+def standing(folder, name, step, time):
+    """Save a checkpoint that has come so far, and was saved then."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = make_staging(folder / name)
+    (staging / META_NAME).write_text(f"{META_MARK}unixtime: {time}\n")
+    (staging / kept.BRAIN_FILE).write_text(f"optimizer_step: {step}\n")
+    commit_staging(staging, folder / name)
+    return folder / name
+
+
+def steps_in(folder):
+    return [
+        int((path / kept.BRAIN_FILE).read_text().split()[1]) for path in folder.glob("CKPT+last")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [((100, 1000.0), (80, 2000.0)), ((80, 2000.0), (100, 1000.0)), ((80, 900.0), (100, 1000.0))],
+)
+def test_of_two_checkpoints_of_one_name_the_furthest_stays_and_the_other_is_kept_aside(
+    store, place, tmp_path, here, there
+):
+    checkpointer = place()
+    folder = checkpointer.checkpoints_dir
+    remote = REMOTES.of(folder)
+    standing(folder, "CKPT+last", *here)
+    ObjectFolder(remote._url).put(standing(tmp_path / "other", "CKPT+last", *there))
+    remote.acquire()
+    try:
+        remote.begin()
+        remote._uploads.wait(30)
+    finally:
+        remote.finish()
+        remote.release()
+    assert ObjectFolder(remote._url).names() == ["CKPT+last"]
+    assert remote._store.get("CKPT+last", tmp_path / "other").parent.is_dir()
+    assert steps_in(tmp_path / "other") == [100]
+    assert steps_in(folder) == ([100] if here[0] == 100 else [])
+    aside = [step for one in folder.glob("earlier-*") for step in steps_in(one)]
+    assert aside == [80]
+
+
+def test_what_differs_here_and_in_the_store_is_set_aside_in_both(store, place, tmp_path):
+    checkpointer = place()
+    folder = checkpointer.checkpoints_dir
+    remote = REMOTES.of(folder)
+    standing(folder, "CKPT+last", 100, 1000.0)
+    ObjectFolder(remote._url).put(standing(tmp_path / "other", "CKPT+last", 80, 2000.0))
+    checkpointer.set_aside(None)
+    aside = [step for one in folder.glob("earlier-*") for step in steps_in(one)]
+    assert sorted(aside) == [80, 100]
+    assert ObjectFolder(remote._url).names() == []

@@ -210,6 +210,7 @@ class ObjectFolder:
         self,
         directory: Path,
         before_manifest: Callable[[], object] = do_nothing,
+        lock: StoreLock | None = None,
     ) -> None:
         """Copy a complete checkpoint of this disk into the store, under its name. One of this name
         that is there is found until the new one is complete, and then deleted.
@@ -217,10 +218,13 @@ class ObjectFolder:
         Args:
             directory: of the checkpoint. What its manifest does not name is left out.
             before_manifest: called when all files are there, right before the checkpoint exists; an
-                exception prevents it. :meth:`StoreLock.require` belongs here.
+                exception prevents it.
+            lock: of this folder, or of one that it is in; held. It is required before each thing
+                that is written or deleted. None: nobody else writes there.
 
         Raises:
-            CheckpointError: the directory is no complete checkpoint.
+            CheckpointError: the directory is no complete checkpoint, or another run has taken the
+                lock over.
             ObjectStoreError: the store cannot be reached, or refuses. An earlier checkpoint of this
                 name is still there.
         """
@@ -229,13 +233,17 @@ class ObjectFolder:
         name = directory.name
         index = read_index(self._objects)
         others = self._versions(name, index)
-        folder = folder_of(name, 1 + max(others.values(), default=-1))
+        version = 1 + max(others.values(), default=-1)
+        require = do_nothing if lock is None else lock.require
+        folder = folder_of(name, version, "" if lock is None else lock.token)
         with self._mutex:
             self._going_on.add(folder)
         try:
+            require()
             write_index(self._objects, {*index, *self._complete, folder})
-            send_files(self._objects, folder, directory, files)
+            send_files(self._objects, folder, directory, files, require)
             before_manifest()
+            require()
             text = (directory / MANIFEST_NAME).read_bytes()
             self._objects.write(f"{folder}/{MANIFEST_NAME}", text)
         except BaseException:
@@ -248,6 +256,7 @@ class ObjectFolder:
             self._complete.add(folder)
             self._folders[name] = folder
         for other in {*others, *self._left}:
+            require()
             self._delete_folder(other)
 
     def _files_of(self, directory: Path) -> dict[str, int]:
@@ -313,7 +322,9 @@ class ObjectFolder:
         with self._mutex:
             kept |= self._going_on
         for folder in sorted(candidates - kept):
+            lock.require()
             self._delete_folder(folder)
+        lock.require()
         write_index(self._objects, kept)
         self._end_uploads()
 

@@ -3,7 +3,8 @@ there already, in one of a version of it.
 
 A store renames nothing, and an object that is written again is gone. So a checkpoint that replaces
 another is written beside it, as the next version, and the older one is deleted then. Whoever looks
-in between finds both, and takes the higher version.
+in between finds both, and takes the higher version. The folder of a version also names the hold of
+the lock under which it was written: what a run that has lost the lock still sends lands elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_VERSION = re.compile(r"(?P<name>.+)@(?P<version>[0-9]{1,9})", re.DOTALL)
+_VERSION = re.compile(r"(?P<name>.+)@(?P<version>[0-9]{1,9})(?:-(?P<hold>[0-9a-f]{8}))?", re.DOTALL)
+_HOLD_DIGITS = 8
 
 
 def is_one_part(name: str) -> bool:
@@ -24,14 +26,27 @@ def is_one_part(name: str) -> bool:
     return name not in {"", ".", ".."} and not any(sign in name for sign in "/\\\0")
 
 
-def folder_of(name: str, version: int) -> str:
+def folder_of(
+    name: str,
+    version: int,
+    token: str = "",
+) -> str:
     """Return the folder of a version of a checkpoint. Version 0 has the checkpoint's name.
+
+    Args:
+        name: of the checkpoint.
+        version: from 0.
+        token: of the hold of the lock, hexadecimal; empty: there is none.
 
     Example:
         >>> folder_of("CKPT+best", 0), folder_of("CKPT+best", 2), folder_of("CKPT+a@2", 0)
         ('CKPT+best', 'CKPT+best@2', 'CKPT+a@2@0')
+        >>> folder_of("CKPT+best", 2, "0123456789abcdef")
+        'CKPT+best@2-01234567'
     """
-    return f"{name}@{version}" if version or _VERSION.fullmatch(name) else name
+    if not version and not _VERSION.fullmatch(name):
+        return name
+    return f"{name}@{version}-{token[:_HOLD_DIGITS]}" if token else f"{name}@{version}"
 
 
 def name_and_version(folder: str) -> tuple[str, int]:
@@ -52,5 +67,5 @@ def newest_versions(folders: Iterable[str]) -> dict[str, str]:
         >>> newest_versions(["CKPT+best", "CKPT+best@2", "CKPT+a"])
         {'CKPT+a': 'CKPT+a', 'CKPT+best': 'CKPT+best@2'}
     """
-    ordered = sorted(map(name_and_version, folders))
-    return {name: folder_of(name, version) for name, version in ordered}
+    ordered = sorted((*name_and_version(folder), folder) for folder in folders)
+    return {name: folder for name, _, folder in ordered}

@@ -45,11 +45,28 @@ def all_at_once(calls: Sequence[Callable[[], T]], threads: int) -> list[T]:
     return [future.result() for future in futures]
 
 
-def send_files(objects: Objects, folder: str, directory: Path, names: Iterable[str]) -> None:
-    """Copy files of a directory into a folder of a store."""
-    calls = [
-        functools.partial(objects.send, directory / name, f"{folder}/{name}") for name in names
-    ]
+def send_files(
+    objects: Objects,
+    folder: str,
+    directory: Path,
+    names: Iterable[str],
+    before_each: Callable[[], object],
+) -> None:
+    """Copy files of a directory into a folder of a store.
+
+    Args:
+        objects: of the store.
+        folder: there.
+        directory: of this disk.
+        names: of the files.
+        before_each: called before each file; an exception of it ends the copying.
+    """
+
+    def send(name: str) -> None:
+        before_each()
+        objects.send(directory / name, f"{folder}/{name}")
+
+    calls = [functools.partial(send, name) for name in names]
     all_at_once(calls, FILES_AT_ONCE)
 
 

@@ -224,7 +224,7 @@ class MirrorRemote(Remote):
         parent.mkdir()
         try:
             (parent / name).symlink_to(staging.absolute(), target_is_directory=True)
-            self._store.put(parent / name, before_manifest=self._lock.require)
+            self._store.put(parent / name, lock=self._lock)
         finally:
             shutil.rmtree(parent, ignore_errors=True)
         self._all_names().add(name)
@@ -282,7 +282,7 @@ class MirrorRemote(Remote):
         """
         with self._changing:
             there = ObjectFolder(f"{self._url}/{aside}")
-            there.put(copy, before_manifest=self._lock.require)
+            there.put(copy, lock=self._lock)
             self._lock.require()
             self._store.delete(copy.name)
         self._all_names().discard(copy.name)

@@ -125,7 +125,7 @@ class KeptRemote(MirrorRemote):
                 super().clean()  # what an attempt before this has left
                 self._is_clean = False
                 self._mirror.push()
-                self._store.put(directory, before_manifest=self._lock.require)
+                self._store.put(directory, lock=self._lock)
                 self._is_clean = True
             self._all_names().add(directory.name)
             self._copy_links()

@@ -347,6 +347,11 @@ class StoreLock:
         return self.held and self._holds[-1].excludes
 
     @property
+    def token(self) -> str:
+        """What tells this hold of the lock from all others; empty where it is not held."""
+        return self._holds[-1].owner.token if self.held else ""
+
+    @property
     def _key(self) -> Hashable:
         return self._objects.place, self._name
 

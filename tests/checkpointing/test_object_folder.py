@@ -237,6 +237,38 @@ def test_clean_leaves_what_is_whole_and_an_upload_that_is_going_on(
     assert step_of(folder.get("CKPT+best", into)) == 1
 
 
+def test_what_a_run_that_has_lost_the_lock_still_sends_harms_nothing(
+    place, folder, objects, disk, into, monkeypatch
+):
+    lock = StoreLock(place[0])
+    real = Objects.send
+    taken = threading.Event()
+
+    def send(self, path, name):
+        if not taken.is_set():  # this file is on its way when the lock is taken over
+            taken.set()
+            record = json.loads(objects.read(".lock"))
+            objects.write(".lock", json.dumps({**record, "token": "f" * 32}).encode())
+            self.write("CKPT+best@1-ffffffff/notes", b"of the new run")
+        real(self, path, name)
+
+    monkeypatch.setattr("ddpkit.checkpointing.object_transfer.FILES_AT_ONCE", 1)
+    lock.acquire()
+    folder.put(make(disk, "CKPT+best", 1), lock=lock)
+    monkeypatch.setattr(Objects, "send", send)
+    with pytest.raises(FolderInUseError, match="is no longer locked by this run"):
+        folder.put(make(disk, "CKPT+best", 2), lock=lock)
+    own = [name for name in objects.sizes() if name.startswith("CKPT+best@1")]
+    assert len(own) == 2  # the one that was on its way, and the other run's
+    assert {name.partition("/")[0] for name in own} > {"CKPT+best@1-ffffffff"}
+    index = objects.read(INDEX_NAME)
+    with pytest.raises(FolderInUseError, match="is no longer locked by this run"):
+        folder.put(make(disk, "CKPT+best", 3), lock=lock)
+    assert objects.read(INDEX_NAME) == index
+    assert step_of(ObjectFolder(*place).get("CKPT+best", into)) == 1
+    lock.release()
+
+
 # ------------------------------------------------------------------------ stores that misbehave
 
 

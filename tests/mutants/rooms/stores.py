@@ -97,8 +97,8 @@ CHECKPOINTS = in_room(
         Fault(
             "what replaces a checkpoint in a store is written over it",
             "ObjectFolder.put",
-            "folder_of(name, 1 + max(others.values(), default=-1))",
-            "folder_of(name, 0)",
+            "1 + max(others.values(), default=-1)",
+            "0",
         ),
         Fault(
             "a checkpoint in a store is found by its listing alone",

@@ -7,11 +7,12 @@ training goes on, and a rank that dies keeps nobody waiting.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import POSITION, host_name, waits_for_ranks
+from ddpkit.base import POSITION, explained, host_name, waits_for_ranks
 from ddpkit.checkpointing.async_save import WITHOUT_COPY
 from ddpkit.checkpointing.checkpoint import SUFFIX
 from ddpkit.checkpointing.hooks import write_loadable
@@ -39,12 +40,16 @@ if TYPE_CHECKING:
     from ddpkit.base import FailureReport
     from ddpkit.checkpointing.async_save import BackgroundSave
     from ddpkit.checkpointing.shard_states import ShardedState
+    from ddpkit.comm.mailbox import Runtime
 
 logger = get_logger(__name__)
 
 NAP_SECONDS = 0.01
 WARN_SECONDS = 60.0  # of a wait for another rank
-FAILED_SECONDS = 15.0  # for the shards of the others, once a rank has failed; exits wait for 25
+# for the shards of all others together, once a rank has failed; exits wait for 25
+FAILED_SECONDS = 15.0
+TROUBLE_SECONDS = 1.0  # of a wait, after which the heartbeat watches the rank that is awaited
+CONNECTION_SECONDS = 1.0  # between two looks at the connection to that rank
 WRITTEN = "wrote "
 FAILED = "failed "
 ENDED = (
@@ -95,12 +100,16 @@ class ShardSaving:
             self.write_and_tell(staging, rows)
             return
         try:
-            rows = copy(rows)
-        except MemoryError as error:
-            logger.warning_once(WITHOUT_COPY, error)
-            self.write_and_tell(staging, rows)
-        else:
+            try:
+                rows = copy(rows)
+            except MemoryError as error:
+                logger.warning_once(WITHOUT_COPY, error)
+                self.write_and_tell(staging, rows)
+                return
             background.start(final, functools.partial(self.write_and_tell, staging, rows))
+        except BaseException as error:  # the main process waits for a word of this rank
+            _tell(staging, f"{FAILED}{type(error).__name__}: {error}")
+            raise
 
     def write_and_tell(
         self,
@@ -120,7 +129,7 @@ class ShardSaving:
         except Exception as error:  # noqa: BLE001 -- the main process raises it
             text = f"{FAILED}{error}"
         finally:
-            get_runtime().report.note(_note_name(staging, get_rank() or 0), text)
+            _tell(staging, text)
 
     def finish(
         self,
@@ -167,13 +176,13 @@ class ShardSaving:
         """
         reports = []
         failures = []
-        report = get_runtime().report
+        wait = NoteWait(get_runtime())
         for rank in range(get_world_size()):
             try:
                 if rank == get_rank():
                     reports.append(self._write(staging, rows))
                     continue
-                text = await_note(report, _note_name(staging, rank), rank)
+                text = wait.of(_note_name(staging, rank), rank)
             except CheckpointError as error:
                 text = f"{FAILED}{error}"
             if text.startswith(FAILED):
@@ -192,44 +201,94 @@ class ShardSaving:
             return write_shards(staging, rows, first_rows, get_rank() or 0, get_world_size())
 
 
+def _tell(staging: Path, text: str) -> None:
+    """Tell the main process how this rank's shards stand."""
+    get_runtime().report.note(_note_name(staging, get_rank() or 0), text)
+
+
 def _note_name(staging: Path, rank: int) -> str:
     return f"shards/{staging.name}/{rank}"
 
 
-@waits_for_ranks
-def await_note(report: FailureReport, name: str, rank: int) -> str:
-    """Wait for what another rank notes in the store; take it out.
+class NoteWait:
+    """Waits for what the other ranks note in the store, one after the other.
+
+    A rank that is stopped, or whose machine is dark, is found by the heartbeat, which watches the
+    rank that is awaited (``--hang_timeout``); one that has ended, by its lost connection, too.
 
     Args:
-        report: of the process group.
-        name: of the note.
-        rank: that notes it.
+        runtime: of the process group.
 
-    Raises:
-        CheckpointError: the rank has ended without it, or is not heard of any more after a failure.
+    Attributes:
+        failed_since: since when a rank is known to have failed, for all of the waits; None: none.
 
     Ranks: local.
     """
-    begin = time.monotonic()
-    failed_since = None
-    while (text := report.noted(name)) is None:
-        now = time.monotonic()
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.report: FailureReport = runtime.report
+        self.failed_since: float | None = None
+
+    @waits_for_ranks
+    def of(self, name: str, rank: int) -> str:
+        """Wait for a note; take it out.
+
+        Args:
+            name: of the note.
+            rank: that notes it.
+
+        Raises:
+            CheckpointError: the rank has ended without it, or is not heard of any more.
+        """
+        report = self.report
+        begin = time.monotonic()
+        next_look = begin + CONNECTION_SECONDS
+        try:
+            while (text := report.noted(name)) is None:
+                now = time.monotonic()
+                self._require_alive(name, rank, now)
+                if now >= next_look:
+                    next_look = now + CONNECTION_SECONDS
+                    self._look_at_connection(name, rank)
+                if now - begin > TROUBLE_SECONDS:
+                    # again each time: a call of the main thread may have reset it
+                    report.awaited = rank
+                if now - begin > WARN_SECONDS:
+                    logger.warning_once(
+                        "rank %d on %s has waited %.0f s for the shard of rank %d.",
+                        report.rank,
+                        host_name(),
+                        WARN_SECONDS,
+                        rank,
+                    )
+                time.sleep(NAP_SECONDS)
+        finally:
+            report.awaited = None
+        report.forget(name)
+        return text
+
+    def _require_alive(self, name: str, rank: int, now: float) -> None:
+        report = self.report
         if report.store_is_lost:
             raise CheckpointError(LOST.format(report.lost_by))
-        if rank in report.departed() and report.noted(name) is None:
-            raise CheckpointError(ENDED)
-        failure = report.first_failure()
-        failed_since = None if failure is None else failed_since or now
-        if failure is not None and now - (failed_since or now) > FAILED_SECONDS:
+        has_departed = rank in report.departed() and report.noted(name) is None
+        failure = report.first_failure()  # after that: the heartbeat tells a failure first
+        if has_departed:
+            is_known = failure is not None and failure.rank == rank
+            raise CheckpointError(f"{ENDED} {failure.summary()}" if failure and is_known else ENDED)
+        if failure is None:
+            self.failed_since = None
+            return
+        self.failed_since = now if self.failed_since is None else self.failed_since
+        if now - self.failed_since > FAILED_SECONDS:
             raise CheckpointError(f"{ENDED} {failure.summary()}")
-        if now - begin > WARN_SECONDS:
-            logger.warning_once(
-                "rank %d on %s has waited %.0f s for the shard of rank %d.",
-                report.rank,
-                host_name(),
-                WARN_SECONDS,
-                rank,
-            )
-        time.sleep(NAP_SECONDS)
-    report.forget(name)
-    return text
+
+    def _look_at_connection(self, name: str, rank: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # the training uses the connections; the heartbeat looks
+        try:
+            self.runtime.check_connection(rank)
+        except RuntimeError as error:
+            if self.report.noted(name) is None:  # else it has told, and ended
+                raise CheckpointError(f"{ENDED} {explained(error, rank)}") from error

@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import shutil
 import signal
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from ddpkit.base import FailureReport, Reason
 from ddpkit.checkpointing import shard_saving, shard_writing
 from ddpkit.comm import get_runtime
 from ddpkit.distributed import get_rank
@@ -28,6 +32,7 @@ from tests.faults.storage_tools import (
     watched,
     without_waiting,
 )
+from tests.launching import python, start_by_hand
 from tests.rank_pool import RankPool
 
 SIZE = 2
@@ -255,3 +260,76 @@ def test_a_rank_that_ends_without_a_word_is_named(tmp_path):
         for message in pool.run(departs, tmp_path, world_size=SIZE):
             assert "rank 1: it has ended and has not told that its shard" in message
     assert names(tmp_path) == []
+
+
+STOPPED = """
+import os, signal, sys
+sys.path.insert(0, ROOT)
+from ddpkit.checkpointing.shard_saving import ShardSaving
+from ddpkit.distributed import ddp_init_group, get_rank
+from tests.checkpointing.sharded_runs import ShardedRun, save
+
+ddp_init_group({"device": "cpu", "hang_timeout": 5.0})
+if get_rank():
+    ShardSaving.write_and_tell = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+run = ShardedRun()
+save(run, run.checkpointer(FOLDER), 1)
+"""
+
+
+def test_a_rank_that_is_stopped_before_it_writes_is_not_waited_for_without_end(tmp_path):
+    root = os.fspath(Path(__file__).parents[2])
+    text = STOPPED.replace("ROOT", repr(root)).replace("FOLDER", repr(f"{tmp_path}/saved"))
+    (tmp_path / "train.py").write_text(text)
+    main, other = start_by_hand(
+        python(str(tmp_path / "train.py")),
+        tmp_path,
+        SIZE,
+        warm=True,
+        LOCAL_WORLD_SIZE="2",
+    )
+    try:
+        main.wait(30)
+    finally:
+        other.signal(signal.SIGKILL)
+        other.wait(5)
+    assert (main.code, other.code) == (1, -signal.SIGKILL), other.err
+    assert re.search(
+        r"rank 1: it has ended and has not told .* sent no heartbeat for \d+ s "
+        r"\(--hang_timeout=5\): it was killed or stopped",
+        main.err,
+    ), main.err
+    assert names(tmp_path / "saved") == []
+
+
+def save_what_cannot_be_copied(folder):
+    run = ShardedRun()
+    checkpointer = run.checkpointer(folder, "async")
+    if get_rank():
+        checkpointer._memory = SimpleNamespace(take=mock.Mock(side_effect=TypeError("no copy")))
+    with pytest.raises((CheckpointError, TypeError)) as caught:
+        save(run, checkpointer, 1)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_copy_its_rows_is_not_waited_for(tmp_path):
+    with RankPool(timeout=60) as pool:
+        main, other = pool.run(save_what_cannot_be_copied, tmp_path, world_size=SIZE)
+    assert "rank 1: TypeError: no copy" in main
+    assert other == "no copy"
+    assert names(tmp_path) == []
+
+
+def test_all_ranks_that_are_not_heard_of_have_one_time_after_a_failure(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(shard_saving, "time", clock)
+    store = dist.HashStore()
+    FailureReport(store, 7, 8).tell(Reason.of(7, ValueError("boom"), is_final=True))
+    runtime = SimpleNamespace(report=FailureReport(store, 0, 8), check_connection=lambda _: None)
+    wait = shard_saving.NoteWait(runtime)
+    for rank in range(1, 8):
+        with pytest.raises(CheckpointError, match="boom"):
+            wait.of(f"shard {rank}", rank)
+    assert shard_saving.FAILED_SECONDS <= clock.now < shard_saving.FAILED_SECONDS + 1

@@ -287,6 +287,15 @@ class Checkpointer:
         # links stay, and ".." too, which may follow one
         self._lock = lock_of(path)
 
+    def _refuse_whole_states(self, _: object) -> None:
+        raise ConfigError(
+            "Checkpointer.whole_states is not read any more. Assign the function to "
+            "divided_states: for each state it returns it whole on rank 0, as before, or each "
+            "rank's rows of it."
+        )
+
+    whole_states = property(fset=_refuse_whole_states, doc="Former name of ``divided_states``.")
+
     def add_recoverable(
         self,
         name: str,

@@ -15,6 +15,13 @@ from ddpkit.strategies.names import registered
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# by the name that a strategy of one's own may still have: what is asked now in its place
+FORMER_NAMES = {
+    "whole_states": "divided_states",
+    "shards": "division",
+    "virtual_ranks": "division",
+}
+
 
 def new_strategy(value: Any) -> Strategy:
     """Return the strategy that a value of the option ``strategy`` stands for; it knows no run yet.
@@ -46,6 +53,7 @@ def new_strategy(value: Any) -> Strategy:
     elif isinstance(value, (type, functools.partial)):
         kind = value
     elif isinstance(value, Strategy):
+        _require_new_names(value, given)
         return value
     else:
         kind = value
@@ -57,7 +65,9 @@ def new_strategy(value: Any) -> Strategy:
         ),
         given,
     )
-    return _made(kind, given)
+    strategy = _made(kind, given)
+    _require_new_names(strategy, given)
+    return strategy
 
 
 def _loaded(where: str, given: str) -> Any:
@@ -79,6 +89,26 @@ def _require_strategy(kind: Any, given: str) -> None:
         raise ConfigError(
             f"{given}: {kind!r} is no strategy. Give a subclass of ddpkit.strategies.Strategy."
         )
+
+
+def _require_new_names(strategy: Strategy, given: str) -> None:
+    """Refuse a strategy that answers under a former name alone, where nobody asks any more."""
+    for former, name in FORMER_NAMES.items():
+        if former in vars(strategy):
+            is_passed_over = getattr(type(strategy), name) is getattr(Strategy, name)
+        else:  # the nearest class that has one of the two answers
+            nearest: set[str] = next(
+                filter(
+                    None, (vars(kind).keys() & {former, name} for kind in type(strategy).__mro__)
+                ),
+                set(),
+            )
+            is_passed_over = former in nearest and name not in nearest
+        if is_passed_over:
+            raise ConfigError(
+                f"{given}: {type(strategy).__name__}.{former} is not read any more. Override "
+                f"{name}() instead: see ddpkit.strategies.Strategy.{name}."
+            )
 
 
 def _made(kind: Callable[[], Strategy], given: str) -> Strategy:

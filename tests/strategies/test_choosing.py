@@ -7,12 +7,14 @@ import functools
 import pytest
 
 from ddpkit import strategies
+from ddpkit.checkpoints import Checkpointer
 from ddpkit.command_line import help_text
 from ddpkit.errors import ConfigError
 from ddpkit.hparams import load_hparams
 from ddpkit.run_opts import RunOptions, parse_arguments
 from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.choice import check_strategy, choose_strategy
+from ddpkit.strategies.fsdp import FSDP
 from ddpkit.strategies.loading import new_strategy
 from ddpkit.strategies.names import registered
 from ddpkit.strategies.single import SingleDevice
@@ -267,3 +269,55 @@ def test_what_does_not_go_with_a_hook_of_ddp_does_not_go_with_local_sgd():
     options = RunOptions(**local, auto_micro_batch=True, global_batch_size=4)
     with pytest.raises(ConfigError, match="does not work with auto_micro_batch"):
         new_strategy("local_sgd").check(options, has_own_fit_batch=False)
+
+
+class Gathers(Strategy):
+    def whole_states(self, objects):
+        return {}
+
+
+class GathersWithFsdp(FSDP):
+    def whole_states(self, objects):
+        return {}
+
+
+class Divides(Strategy):
+    shards = 2
+
+
+class DividesAsObject(Strategy):
+    def __init__(self):
+        super().__init__()
+        self.virtual_ranks = 4
+
+
+class KnowsBothNames(Gathers):
+    divided_states = Gathers.whole_states
+
+
+@pytest.mark.parametrize(
+    ("kind", "former", "name"),
+    [
+        (Gathers, "whole_states", "divided_states"),
+        (GathersWithFsdp, "whole_states", "divided_states"),
+        (Divides, "shards", "division"),
+        (DividesAsObject, "virtual_ranks", "division"),
+    ],
+)
+def test_an_answer_under_a_former_name_is_refused_with_the_new_one(kind, former, name):
+    for given in (kind, kind()):
+        with pytest.raises(ConfigError) as caught:
+            new_strategy(given)
+        assert f"{kind.__name__}.{former} is not read any more" in str(caught.value)
+        assert f"Override {name}() instead" in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [KnowsBothNames, "virtual_ranks", "fsdp", "zero1", "ddp"])
+def test_a_strategy_that_has_the_new_name_may_have_the_former_one(given):
+    assert isinstance(new_strategy(given), Strategy)
+
+
+def test_a_checkpointer_refuses_the_former_name_of_divided_states(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(ConfigError, match="Assign the function to divided_states"):
+        checkpointer.whole_states = dict

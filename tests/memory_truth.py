@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpkit.launch import SLICE, SlicePlan
-from ddpkit.see.estimate.figures import Estimate
+from ddpkit.see.estimate.figures import MemoryEstimate
 from tests.contract.test_predict import handlers_kept
 from tests.recipes import Regression, make
 
@@ -146,7 +146,7 @@ def estimated(folder, processes=(1, 2), assumed=None, memory=None, cls=Plain, **
             fitted(cls, 2, **options)
     assert ended.value.code == 0
     result = json.loads(Path(plan.result).read_text())
-    return Estimate("train.py", result, list(processes), memory)
+    return MemoryEstimate("train.py", result, list(processes), memory)
 
 
 def row_of(found, strategy, processes):

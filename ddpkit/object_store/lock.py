@@ -15,8 +15,9 @@ nothing removes it when its owner is killed:
 - The owner asks, with :meth:`StoreLock.require`, before each thing that cannot be taken back
   whether the record is still its own.
 
-Where a store cannot decide who was first (:attr:`ddpkit.object_store.filesystem.Kind.creates`, and
-a look at whether it really does), the run that starts last has the folder, and a warning says so.
+Where a store cannot decide who was first (``creates`` of its kind in
+:mod:`ddpkit.object_store.filesystem`, and a look at whether it really does), the run that starts
+last has the folder, and a warning says so.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpkit.options import OPTIONS
 from ddpkit.see.amounts import in_bytes
-from ddpkit.see.estimate.figures import USABLE, Estimate, RankFigures
+from ddpkit.see.estimate.figures import USABLE, MemoryEstimate, RankFigures
 
 NO_MEMORY = (
     "There is no GPU here, so nothing is said about what fits. Give the memory of one: "
@@ -14,7 +14,7 @@ NOTHING = "None of the strategies does on these numbers of processes."
 MOST_OF_IT = 0.5  # of a peak: activations that large are worth computing again
 
 
-def advice(found: Estimate) -> str:
+def advice(found: MemoryEstimate) -> str:
     """Return a sentence or two on what fits.
 
     Args:
@@ -50,7 +50,7 @@ def _where(row: RankFigures) -> str:
 
 
 def _room(
-    found: Estimate,
+    found: MemoryEstimate,
     row: RankFigures,
 ) -> str:
     """Say how large the micro-batch may be."""
@@ -59,7 +59,7 @@ def _room(
 
 
 def _smaller_batch(
-    found: Estimate,
+    found: MemoryEstimate,
     own: RankFigures,
 ) -> list[str]:
     largest = own.largest(found.memory or 0.0) if found.is_line else None
@@ -70,7 +70,7 @@ def _smaller_batch(
 
 
 def _other_strategies(
-    found: Estimate,
+    found: MemoryEstimate,
     own: RankFigures,
 ) -> list[str]:
     """Name the first strategy that fits on the same number of processes, or else on more."""
@@ -94,7 +94,7 @@ def _other_strategies(
 
 
 def _other_options(
-    found: Estimate,
+    found: MemoryEstimate,
     own: RankFigures,
 ) -> list[str]:
     """Name the options that would keep less of the activations, where these are most of it."""

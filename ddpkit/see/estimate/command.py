@@ -13,7 +13,7 @@ from ddpkit.base import accelerator_kind, replacing, writing
 from ddpkit.errors import LaunchError
 from ddpkit.launch import SlicePlan
 from ddpkit.options import RUN_OPTIONS
-from ddpkit.see.estimate.figures import Estimate
+from ddpkit.see.estimate.figures import MemoryEstimate
 from ddpkit.see.estimate.request import ASSUMED, EstimateRequest
 from ddpkit.see.estimate.table import report
 from ddpkit.see.orderly_end import ended_in_order
@@ -59,7 +59,7 @@ def run_estimate(
         result = _rehearsed(request, folder, tell)
         given = request.memory_bytes
         memory = result["device_memory"] if given is None else given
-        found = Estimate(request.recipe.shown, result, request.processes, memory)
+        found = MemoryEstimate(request.recipe.shown, result, request.processes, memory)
         say(report(found))
         _write(found, request.json)
     own = found.chosen
@@ -129,7 +129,7 @@ def _memory_of_gpu() -> float | None:
 
 
 def _write(
-    found: Estimate,
+    found: MemoryEstimate,
     path: Path | None,
 ) -> None:
     if path is None:

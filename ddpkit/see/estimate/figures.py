@@ -148,7 +148,7 @@ class RankFigures:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """All that an estimate has found.
 
     Args:

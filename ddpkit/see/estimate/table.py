@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddpkit.see.amounts import in_bytes
 from ddpkit.see.estimate.advice import advice
-from ddpkit.see.estimate.figures import STEP, USABLE, Estimate, RankFigures
+from ddpkit.see.estimate.figures import STEP, USABLE, MemoryEstimate, RankFigures
 
 PARTS = ("weights", "buffers", "gradients", "optimizer", "averages", "exchange", "activations")
 ALWAYS = ("weights", "gradients", "optimizer", "activations")
@@ -14,7 +14,7 @@ IN_STEP = "*"
 REFUSED = "!"
 
 
-def report(found: Estimate) -> str:
+def report(found: MemoryEstimate) -> str:
     """Return the table, what has to be known of it, and the advice.
 
     Args:
@@ -29,7 +29,7 @@ def report(found: Estimate) -> str:
     return "\n\n".join(sections)
 
 
-def _heading(found: Estimate) -> str:
+def _heading(found: MemoryEstimate) -> str:
     result = found.result
     samples = result["samples"]
     batch = "a batch" if samples is None else f"{samples} sample{'' if samples == 1 else 's'}"
@@ -37,7 +37,7 @@ def _heading(found: Estimate) -> str:
     return f"{found.recipe}: memory of each process. Rehearsed on {where} with {batch}."
 
 
-def _table(found: Estimate) -> list[str]:
+def _table(found: MemoryEstimate) -> list[str]:
     rows = found.rows
     shown = list(ALWAYS)
     for part in PARTS:
@@ -55,7 +55,7 @@ def _table(found: Estimate) -> list[str]:
 
 
 def _cells(
-    found: Estimate,
+    found: MemoryEstimate,
     row: RankFigures,
     shown: Sequence[str],
 ) -> list[str]:
@@ -99,7 +99,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     return aligned
 
 
-def _notes(found: Estimate) -> list[str]:
+def _notes(found: MemoryEstimate) -> list[str]:
     rows = found.rows
     notes = []
     if any(row.moment == STEP for row in rows):
@@ -120,7 +120,7 @@ def _notes(found: Estimate) -> list[str]:
     return [*notes, *found.result["remarks"]]
 
 
-def _impossible(found: Estimate) -> list[str]:
+def _impossible(found: MemoryEstimate) -> list[str]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in found.result["rows"]:
         if "impossible" in row:

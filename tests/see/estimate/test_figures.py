@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpkit.see.estimate.advice import NO_MEMORY, advice
-from ddpkit.see.estimate.figures import USABLE, Estimate
+from ddpkit.see.estimate.figures import USABLE, MemoryEstimate
 from ddpkit.see.estimate.table import report
 
 GB = 1e9
@@ -58,7 +58,7 @@ def estimate(memory=None, *, is_line=True, per_sample=1 * GB, processes=(2,), **
         "remarks": ["Said by the rehearsal."],
         **changed,
     }
-    return Estimate("train.py hparams.yaml", result, list(processes), memory)
+    return MemoryEstimate("train.py hparams.yaml", result, list(processes), memory)
 
 
 def test_the_peak_is_in_the_passes_or_in_the_step():

@@ -221,9 +221,10 @@ class Uploads:
                     return
                 self._in_flight = name
             try:
-                self._delete_due(due)
+                # first: a store that refuses to delete still gets what was saved
                 if name is not None:
                     self._upload(name, self._queue.saved.get(name, time.monotonic()))
+                self._delete_due(due)
                 pause = 0.0
                 self._error = None
             except FolderInUseError as error:

@@ -77,8 +77,13 @@ class _Hold:
         while not self._ended.wait(RENEWAL_SECONDS):
             try:
                 self.renew()
-            except CheckpointError as error:  # whoever takes over is seen by `require`
-                logger.warning("The lock of %s was not renewed: %s", self.objects.url, error)
+            except Exception as error:  # noqa: BLE001 -- tried again; a loss is seen by `require`
+                logger.warning(
+                    "The lock of %s was not renewed: %s: %s",
+                    self.objects.url,
+                    type(error).__name__,
+                    error,
+                )
 
     def require(self) -> None:
         """Raise if the record is another's."""
@@ -284,9 +289,18 @@ def _hold_nothing() -> None:
 
 def _give_all_back() -> None:
     with _MUTEX:
-        for hold in _HELD.values():
-            hold.give_back()
+        holds = list(_HELD.values())
         _HELD.clear()
+    for hold in holds:
+        try:
+            hold.give_back()
+        except Exception as error:  # noqa: BLE001 -- the process ends; the others are given back
+            logger.warning(
+                "The lock of %s was not given back: %s: %s",
+                hold.objects.url,
+                type(error).__name__,
+                error,
+            )
 
 
 class StoreLock:

@@ -110,7 +110,8 @@ class Objects:
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """List the objects whose name begins with ``prefix``, a folder's name or empty.
 
-        A store may list an object late, or one that is gone.
+        A store may list an object late, or one that is gone. Objects that stand for folders, which
+        consoles of stores make, are left out.
 
         Returns:
             Their sizes in bytes, by name in this folder.
@@ -128,7 +129,8 @@ class Objects:
                 if is_missing_bucket(error):
                     raise explained(self.url, "list it", error) from error
                 return {}
-            return {self._name(path): int(entry["size"]) for path, entry in found.items()}
+            sizes = {self._name(path): int(entry["size"]) for path, entry in found.items()}
+            return {name: size for name, size in sizes.items() if not self._is_placeholder(name)}
 
         return self._ask(f"list {prefix or 'it'}", request)
 
@@ -235,6 +237,10 @@ class Objects:
 
     def _name(self, path: str) -> str:
         return str(path).removeprefix(f"{self._folder}/")
+
+    def _is_placeholder(self, name: str) -> bool:
+        """Return whether an object only stands for a folder, as consoles of stores make them."""
+        return not name or name.endswith("/") or name == self._folder
 
     def _ask(self, doing: str, request: Callable[[], T]) -> T:
         return repeated(request, self.url, doing)

@@ -301,3 +301,18 @@ def test_what_differs_here_and_in_the_store_is_set_aside_in_both(store, place, t
     aside = [step for one in folder.glob("earlier-*") for step in steps_in(one)]
     assert sorted(aside) == [80, 100]
     assert ObjectFolder(remote._url).names() == []
+
+
+def test_a_store_that_refuses_to_delete_still_gets_what_is_saved(
+    store, place, gate, monkeypatch, caplog
+):
+    monkeypatch.setattr(kept, "END_SECONDS", 2.0)
+
+    def delete(self, name):
+        raise PermissionError(f"may not delete {name}")
+
+    monkeypatch.setattr(ObjectFolder, "delete", delete)
+    checkpointer = place()
+    train(checkpointer, 4)
+    assert set(names(checkpointer)) <= set(checkpoints_in(store))
+    assert "may not delete" in caplog.text

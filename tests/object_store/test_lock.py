@@ -230,3 +230,57 @@ print("still held", flush=True)
     process.stdout.close()
     assert process.wait() == 0
     assert Objects(url).sizes() == {}
+
+
+def test_a_renewal_that_fails_for_any_reason_is_tried_again(url, monkeypatch, caplog):
+    monkeypatch.setattr(lock_module, "RENEWAL_SECONDS", 0.01)
+    plain = lock_module._Hold.renew
+    failed, renewed = threading.Event(), threading.Event()
+
+    def renew(self):
+        if threading.current_thread() is threading.main_thread():
+            return plain(self)
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        plain(self)
+        renewed.set()
+        return None
+
+    monkeypatch.setattr(lock_module._Hold, "renew", renew)
+    with StoreLock(url).hold():
+        assert renewed.wait(30)
+    assert "was not renewed: RuntimeError: cannot schedule new futures" in caplog.text
+
+
+def test_a_lock_that_cannot_be_given_back_keeps_no_other(url, monkeypatch, caplog):
+    first, second = StoreLock(f"{url}/a"), StoreLock(f"{url}/b")
+    first.acquire()
+    second.acquire()
+    plain = lock_module._Hold.give_back
+
+    def give_back(self):
+        plain(self)
+        if self.objects.url.endswith("/a"):
+            raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(lock_module._Hold, "give_back", give_back)
+    lock_module._give_all_back()
+    assert not first.held
+    assert not second.held
+    assert Objects(url).sizes() == {}
+    assert "was not given back: RuntimeError: no more threads" in caplog.text
+
+
+def test_objects_that_stand_for_folders_are_not_listed(url, objects, monkeypatch):
+    objects.write("a/log.txt", b"1")
+    folder = objects._folder
+    plain = type(objects._filesystem).find
+
+    def find(self, path, **options):
+        empty = {"size": 0, "type": "file"}
+        names = [f"{folder}/", f"{folder}/a/", folder]  # as the console of S3 makes them
+        return {**plain(self, path, **options), **dict.fromkeys(names, empty)}
+
+    monkeypatch.setattr(type(objects._filesystem), "find", find)
+    assert objects.sizes() == {"a/log.txt": 1}

@@ -56,8 +56,8 @@ class Copies(Protocol):
         """Copy the other files down."""
         ...
 
-    def push(self) -> None:
-        """Copy the other files up."""
+    def push(self, lock: StoreLock | None = None) -> None:
+        """Copy the other files up, if the lock is still held."""
         ...
 
 
@@ -218,7 +218,7 @@ class MirrorRemote(Remote):
         name: str,
     ) -> None:
         """Copy a sealed checkpoint up, after the files that a run from there goes on with."""
-        self._mirror.push()
+        self._mirror.push(self._lock)
         # the store calls it as the directory is called
         parent = self._folder / f"{STAGING_PREFIX}{uuid.uuid4().hex[:12]}"
         parent.mkdir()
@@ -342,7 +342,7 @@ class MirrorRemote(Remote):
     ) -> None:
         """Copy the last files up."""
         try:
-            self._mirror.push()
+            self._mirror.push(self._lock)
         except FolderInUseError:
             raise
         except CheckpointError as error:

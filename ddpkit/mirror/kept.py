@@ -124,7 +124,7 @@ class KeptRemote(MirrorRemote):
             with self._changing:
                 super().clean()  # what an attempt before this has left
                 self._is_clean = False
-                self._mirror.push()
+                self._mirror.push(self._lock)
                 self._store.put(directory, lock=self._lock)
                 self._is_clean = True
             self._all_names().add(directory.name)

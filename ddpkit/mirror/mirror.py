@@ -12,7 +12,7 @@ from ddpkit.base import EARLIER, move_to_earlier, writing
 from ddpkit.checkpointing import DIRECTORY_PREFIX, REMOTES
 from ddpkit.control import at_exit
 from ddpkit.distributed import get_rank, is_local_rank_zero
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import FolderInUseError
 from ddpkit.logger import get_logger, show_as
 from ddpkit.mirror.checkpoints import MirrorRemote
 from ddpkit.mirror.files import Files
@@ -68,6 +68,8 @@ class Mirror:
         self._occupancy: Occupancy | None = None
         self._mutex = threading.RLock()
         self._has_begun = False
+        self._run_lock: StoreLock | None = None
+        self._is_lost = False  # the folder in the store is another run's
 
     def open(self) -> None:
         """Make the folder, empty unless it is kept."""
@@ -88,8 +90,10 @@ class Mirror:
         return self.objects.inside(inside) if inside else self.objects
 
     def run_lock(self) -> StoreLock:
-        """Return the lock that one run at a time has of the whole folder."""
-        return StoreLock(self.url, RUN_LOCK)
+        """Return the lock that one run at a time has of the whole folder; always the same one."""
+        if self._run_lock is None:
+            self._run_lock = StoreLock(self.url, RUN_LOCK)
+        return self._run_lock
 
     def remote(self, folder: Path) -> Remote:
         """Return what stands in the store for a folder of checkpoints in this mirror."""
@@ -112,6 +116,7 @@ class Mirror:
                 return
             count = self.files.pull(replaces=self.is_kept and not self._keeps_own_files())
             self._has_begun = True
+            self._is_lost = False
             at_exit(self.close)  # before the locks are given back, which were taken before this
         if count:
             logger.debug("%d files were copied from %s to %s", count, self.objects.url, self.folder)
@@ -136,16 +141,32 @@ class Mirror:
             return False
         return any(remote.is_ahead() for remote in kept)
 
-    def push(self) -> None:
+    def push(self, lock: StoreLock | None = None) -> None:
         """Copy up the files that have changed.
+
+        Args:
+            lock: of a folder of checkpoints in this one, if it is held.
 
         Raises:
             CheckpointError: they cannot be copied.
+            FolderInUseError: another run has taken a lock over; nothing is copied from then on.
 
         Ranks: main only.
         """
-        if self.travels and self._has_begun:
-            self.files.push()
+        if not self.travels or not self._has_begun or self._is_lost:
+            return
+        self._require(lock)
+        self.files.push()
+
+    def _require(self, lock: StoreLock | None = None) -> None:
+        """Make sure that no other run has the folder in the store, by the locks that are held."""
+        try:
+            for each in (lock, self._run_lock):
+                if each is not None and each.held:
+                    each.require()
+        except FolderInUseError:
+            self._is_lost = True
+            raise
 
     # ------------------------------------------------------------------------------------- the end
 
@@ -164,14 +185,15 @@ class Mirror:
             occupancy.end(removes=not (self.folder / NOT_COPIED).exists())
 
     def _copy_last(self) -> None:
-        if not self.travels or not self._has_begun:
+        if not self.travels or not self._has_begun or self._is_lost:
             return
         try:
+            self._require()
             if not get_rank():
                 self.files.push()
             elif is_local_rank_zero():
                 self.files.push(LOGS_OF_A_RANK)
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 -- at exit a package may have no threads any more
             with contextlib.suppress(OSError):
                 (self.folder / NOT_COPIED).touch()
             logger.warning("The last files of this run stay in %s: %s", str(self.folder), error)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from ddpkit.checkpointing.object_folder import ObjectFolder
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.errors import CheckpointError, CheckpointUsageError
+from ddpkit.errors import CheckpointError, CheckpointUsageError, FolderInUseError
 from ddpkit.mirror import mirror_holding
+from ddpkit.mirror.local_folder import NOT_COPIED
+from ddpkit.object_store import StoreLock
 from tests.mirror.conftest import (
     Dead,
     Trained,
@@ -251,3 +255,42 @@ def test_the_mirror_is_removed_at_the_end(store):
     assert folders_of_machine()
     other_machine()
     assert folders_of_machine() == []
+
+
+def taken_over(objects, name):
+    """Have another run hold a lock."""
+    record = json.loads(objects.read(name))
+    objects.write(name, json.dumps({**record, "token": "f" * 32}).encode())
+
+
+@pytest.mark.parametrize("lock", ["save", "run"])
+def test_a_run_that_has_lost_its_folder_pushes_no_file(store, lock):
+    mirror = mirror_holding(Checkpointer(store).checkpoints_dir)
+    mirror.begin()
+    held = mirror.run_lock() if lock == "run" else StoreLock(store)
+    held.acquire()
+    (mirror.folder / "log.txt").write_text("mine\n")
+    mirror.push(held)
+    mirror.objects.write("log.txt", b"of the new run\n")
+    taken_over(mirror.objects, ".run.lock" if lock == "run" else ".lock")
+    (mirror.folder / "log.txt").write_text("mine, and more\n")
+    with pytest.raises(FolderInUseError, match="is no longer locked by this run"):
+        mirror.push(held)
+    mirror.push()
+    mirror.close()
+    assert mirror.objects.read("log.txt") == b"of the new run\n"
+    held.release()
+
+
+def test_the_end_of_a_process_survives_a_store_without_threads(store, monkeypatch, caplog):
+    mirror = mirror_holding(Checkpointer(store).checkpoints_dir)
+    mirror.begin()
+    (mirror.folder / "log.txt").write_text("mine\n")
+
+    def push(*_):
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(mirror.files, "push", push)
+    mirror.close()
+    assert (mirror.folder / NOT_COPIED).exists()
+    assert "The last files of this run stay in" in caplog.text

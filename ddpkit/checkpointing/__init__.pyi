@@ -98,6 +98,7 @@ from ddpkit.checkpointing.selection import (
 )
 from ddpkit.checkpointing.shard_saving import (
     ShardSaving as ShardSaving,
+    require_shared_folder as require_shared_folder,
 )
 from ddpkit.checkpointing.shard_states import (
     ShardedState as ShardedState,

@@ -7,6 +7,8 @@ training goes on, and a rank that dies keeps nobody waiting.
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -27,8 +29,8 @@ from ddpkit.checkpointing.shard_writing import (
 from ddpkit.checkpointing.storage import digest_of_pieces
 from ddpkit.comm import get_runtime
 from ddpkit.control import EXIT_DELAY
-from ddpkit.distributed import get_rank, get_world_size
-from ddpkit.errors import CheckpointError
+from ddpkit.distributed import exchange, get_rank, get_world_size, run_on_main
+from ddpkit.errors import CheckpointError, ConfigError
 from ddpkit.logger import get_logger
 
 if TYPE_CHECKING:
@@ -57,6 +59,44 @@ ENDED = (
     "reason in its output."
 )
 LOST = "the connection to the store is lost, over which the ranks tell that shards are written: {}"
+
+
+def require_shared_folder(folder: Path) -> None:
+    """Find out whether every rank sees what the main process makes in a folder.
+
+    Args:
+        folder: of checkpoints.
+
+    Raises:
+        ConfigError: a rank does not.
+
+    Ranks: collective.
+    """
+    name = run_on_main(_make_probe, args=(folder,))
+    if not name:
+        return
+    failures = exchange(_failure_to_see(folder / name), site="shared folder")
+    run_on_main((folder / name).unlink, kwargs={"missing_ok": True})
+    for rank, failure in enumerate(failures):
+        if failure:
+            raise ConfigError(f"rank {rank}: {failure}")
+
+
+def _make_probe(folder: Path) -> str:
+    try:
+        handle, path = tempfile.mkstemp(prefix=".shared-", dir=folder)
+    except OSError:  # what --ckpt_errors says of it, the first save does
+        return ""
+    os.close(handle)
+    return os.path.basename(path)  # noqa: PTH119 -- of a text
+
+
+def _failure_to_see(path: Path) -> str:
+    try:
+        await_path(path, NOT_SHARED)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -658,12 +658,17 @@ class FSDP(Strategy):
             for root in self.roots:
                 root.set_reshard_after_forward(self.options.fsdp_reshard_after_forward)
 
+    def writes_shards(self) -> bool:
+        """Say whether the options ask for shards, and the ranks share a folder."""
+        asked = self.options.ckpt_layout == SHARDS and get_world_size() > 1
+        return asked and not self.gathers_states
+
     def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take the states apart that are divided; or, with ``ckpt_layout=whole``, gather them: on
         the other ranks than rank 0 each tensor is dropped at once.
         """
         self._require_same_order(exchange(self._order, site="blocks"))
         self._reshard()
-        if self.options.ckpt_layout == SHARDS and get_world_size() > 1:
+        if self.writes_shards():
             return sharded_states(objects)
         return {name: WholeState(state) for name, state in whole_states(objects).items()}

@@ -41,6 +41,8 @@ class RareQuestions:
             the backward pass then, to stay in its range.
         awaits_steps: whether the host has to know of each optimizer step, before the next batch,
             whether it was skipped.
+        gathers_states: whether a save gathers states though the options say shards: set where the
+            ranks share no folder.
         timer: measures steps; or None.
 
     Ranks: local.
@@ -49,6 +51,7 @@ class RareQuestions:
     unrepeatable = ""
     sends_fp16 = False
     awaits_steps = False
+    gathers_states = False
     timer: StepTimer | None = None
 
     # ------------------------------------------------------------------ what kind it is
@@ -121,6 +124,12 @@ class RareQuestions:
     def diverged_entries(self, modules: nn.Module) -> list[str]:
         """Return the trained entries whose weights differ between ranks."""
         return []
+
+    def writes_shards(self) -> bool:
+        """Say whether each rank writes a shard of its own into a checkpoint, so that all of them
+        need its folder.
+        """
+        return False
 
     def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Say how the states of objects are saved of which the main process has a part: collective,

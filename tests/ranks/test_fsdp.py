@@ -12,16 +12,18 @@ import os
 import types
 import warnings
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import profile
 
 from ddpkit.base import is_sharded, local_part
-from ddpkit.checkpointing import arrival
+from ddpkit.checkpointing import arrival, shard_writing
 from ddpkit.checkpoints import (
     Checkpointer,
     mark_as_loader,
@@ -440,6 +442,27 @@ def test_what_has_a_loader_of_its_own_is_not_saved_in_shards(ranks, tmp_path, ki
     names = {path.name for path in newest.glob("*.safetensors")}
     assert not [name for name in names if name.startswith("net-")]
     assert "optimizer-shard-1-of-2.safetensors" in names
+
+
+def fit_on_own_disks(folder):
+    """Fit where each rank has a folder of its own, as on nodes that share none."""
+    brain, counter = make(Classifier, folder / str(dist.get_rank()), **SAVING)
+    brain.checkpointer.checkpoints_dir.mkdir(exist_ok=True)
+    with (
+        mock.patch.object(shard_writing, "VISIBLE_SECONDS", 0.2),
+        pytest.raises(ConfigError) as caught,
+    ):
+        brain.fit(counter, data(25), data(7))
+    left = [path.name for path in brain.checkpointer.checkpoints_dir.iterdir()]
+    return str(caught.value), brain.optimizer_step, left
+
+
+def test_ranks_that_share_no_folder_are_refused_before_training(ranks, tmp_path):
+    for message, steps, left in ranks.run(fit_on_own_disks, tmp_path):
+        assert message.startswith("rank 1: ")
+        assert "--ckpt_layout=whole" in message
+        assert steps == 0
+        assert [name for name in left if name.startswith(".shared-")] == []
 
 
 def go_on_by_broadcast(folder):

@@ -465,6 +465,21 @@ def test_ranks_that_share_no_folder_are_refused_before_training(ranks, tmp_path)
         assert [name for name in left if name.startswith(".shared-")] == []
 
 
+def fit_in_mirrors(folder):
+    """Fit where the folder is a mirror on each of two machines."""
+    place = (f"machine {dist.get_rank()}", "")
+    with (
+        mock.patch.object(checkpoint_policy, "mirror_holding", return_value=object()),
+        mock.patch.object(checkpoint_policy, "this_place", return_value=place),
+    ):
+        return train(Classifier, folder, **SAVING)["steps"]
+
+
+def test_mirrors_on_several_machines_get_whole_states(ranks, tmp_path):
+    assert min(ranks.run(fit_in_mirrors, tmp_path)) > 0
+    assert not list(Checkpointer(tmp_path).find_checkpoint().path.glob("*.safetensors"))
+
+
 def go_on_by_broadcast(folder):
     """Go on where rank 0 alone reads the folder."""
     return train(Classifier, folder, ckpt_load="broadcast", **SAVING)

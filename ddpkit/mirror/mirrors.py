@@ -11,6 +11,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.launch import PARITY, find_slice
 from ddpkit.mirror.local_folder import kept_folder, own_folder
 from ddpkit.mirror.mirror import Mirror
+from ddpkit.object_store import Objects
 
 #: Of this process, by the URL of each.
 _MIRRORS: dict[str, Mirror] = {}
@@ -44,6 +45,7 @@ def mirror_of(
     plan = find_slice()
     if plan is not None:
         return plan.output_folder
+    Objects(url)  # before anything is stripped: refuses one without a bucket, or with a password
     url = url.rstrip("/")
     with _MUTEX:
         known = place_in_mirror(url)

@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from ddpkit.errors import ObjectStoreError, ObjectStoreUsageError
 from ddpkit.object_store.filesystem import kind_of
-from ddpkit.object_store.url import protocol_of, shown_url
+from ddpkit.object_store.url import protocol_of, shown_url, without_passwords
 
 # Whose errors are about requests. Those of Python itself about arguments are mistakes of code.
 _PACKAGES = frozenset(
@@ -152,7 +152,7 @@ def explained(url: str, doing: str, error: BaseException) -> ObjectStoreError:
 
 def first_line(error: BaseException) -> str:
     """Return an error in one line, for messages."""
-    text = " ".join(str(error).split()) or "no reason given"
+    text = without_passwords(" ".join(str(error).split())) or "no reason given"
     return f"{type(error).__name__}: {text[:300]}".rstrip(".")
 
 

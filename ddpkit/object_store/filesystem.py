@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError, MissingExtraError
-from ddpkit.object_store.url import protocol_of, shown_url
+from ddpkit.object_store.url import has_password, protocol_of, shown_url, without_passwords
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -99,8 +99,10 @@ def open_filesystem(
 
     Raises:
         MissingExtraError: fsspec, or the package of this kind of store, is not installed.
-        ConfigError: no filesystem has this protocol, or refuses the options.
+        ConfigError: no filesystem has this protocol, or refuses the options; the URL names no
+            bucket, or holds a password.
     """
+    _require_folder(url)
     try:
         import fsspec
     except ImportError as error:
@@ -118,7 +120,25 @@ def open_filesystem(
         ) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{shown_url(url)} cannot be opened: {error}. Give a folder of a store that fsspec "
-            "knows, such as s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER."
+            f"{shown_url(url)} cannot be opened: {without_passwords(str(error))}. "
+            "Give a folder of a store that fsspec knows, such as s3://BUCKET/FOLDER, "
+            "gs://BUCKET/FOLDER or az://CONTAINER/FOLDER."
         ) from error
     return filesystem, str(folder).rstrip("/")
+
+
+def _require_folder(url: str) -> None:
+    """Refuse a URL without a bucket, and one with a password where credentials come otherwise."""
+    kind = kind_of(url)
+    rest = url.partition("://")[2]
+    if not rest.strip("/") or (kind.package and rest.startswith("/")):
+        raise ConfigError(
+            f"{without_passwords(url)!r} names no bucket, perhaps because a variable in it is not "
+            "set. Give a folder of a store, such as s3://BUCKET/FOLDER."
+        )
+    if kind.package and has_password(url):
+        raise ConfigError(
+            f"the URL of {shown_url(url)} holds a user and a password, which would stand in logs "
+            "and in the list of processes. Give the URL without them, and the credentials as "
+            f"{kind.package} finds them, such as by environment variables."
+        )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 _PROTOCOL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://")
-_PASSWORD = re.compile(r"//[^/@:]*:[^/@]*@")
+# to the last "@": a password may hold some, and slashes
+_PASSWORD = re.compile(r"//[^/@:\s]*:.*@", re.DOTALL)
+_PASSWORD_IN_TEXT = re.compile(r"//[^/@:\s]*:\S*@")
 
 
 def is_url(text: object) -> bool:
@@ -42,6 +44,26 @@ def shown_url(url: str) -> str:
         'ftp://host/run'
     """
     return _PASSWORD.sub("//", url).rstrip("/")
+
+
+def has_password(url: str) -> bool:
+    """Say whether a URL holds a password.
+
+    Example:
+        >>> has_password("s3://key:secret@bucket/run"), has_password("abfss://box@account/run")
+        (True, False)
+    """
+    return _PASSWORD.search(url) is not None
+
+
+def without_passwords(text: str) -> str:
+    """Return a text as it may stand in a log: without the passwords of URLs in it.
+
+    Example:
+        >>> without_passwords("cannot open s3://key:se/c@ret@bucket/run now")
+        'cannot open s3://bucket/run now'
+    """
+    return _PASSWORD_IN_TEXT.sub("//", text)
 
 
 def joined(url: str, *names: str) -> str:

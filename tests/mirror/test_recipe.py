@@ -202,3 +202,22 @@ def test_predictions_go_into_the_store(store, recipe):
     brain.predict([(torch.zeros(3, dtype=torch.float64), 0)], output=f"{store}/out.jsonl")
     other_machine()
     assert "out.jsonl" in names_in(store)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "gs:///run", "memory://"])
+def test_a_url_without_a_bucket_is_refused(recipe, url):
+    with pytest.raises(ConfigError, match="names no bucket"):
+        recipe(f"--output_folder={url}")
+    with pytest.raises(ConfigError, match="names no bucket"):
+        Checkpointer(url)
+
+
+@pytest.mark.parametrize("word", ["hidden", "hid@den", "hid/den@x"])
+def test_a_url_with_a_password_is_refused_and_not_shown(recipe, word):
+    url = f"s3://key:{word}@bucket/run"
+    with pytest.raises(ConfigError, match="holds a user and a password") as caught:
+        recipe(f"--output_folder={url}")
+    assert "hid" not in str(caught.value)
+    with pytest.raises(ConfigError, match="holds a user and a password") as caught:
+        Checkpointer(url)
+    assert "hid" not in str(caught.value)

@@ -23,6 +23,7 @@ from tests.s3_server import needs_s3
 pytestmark = pytest.mark.faults
 
 KILLS = int(os.environ.get("STORE_KILLS", "12"))
+LIMIT_SECONDS = 600 + 30 * KILLS
 CHANGES = ("write", "create", "send", "delete")
 SMALL = 50
 LARGE = 20_000  # 300 kB a file
@@ -33,7 +34,7 @@ def zygote():
     """One process that has imported torch and has no threads: what runs in it forks what is
     killed.
     """
-    with RankPool(timeout=3600) as pool:
+    with RankPool(timeout=LIMIT_SECONDS) as pool:
         yield lambda function, *args: pool.run(function, *args, world_size=1, init=False)[0]
 
 
@@ -189,6 +190,7 @@ def random_kills(url, options, kills, seed):
     return kills, ahead
 
 
+@pytest.mark.timeout(LIMIT_SECONDS)
 @pytest.mark.parametrize("store", ["file", pytest.param("s3", marks=needs_s3)])
 def test_kills_at_random_moments(zygote, store, tmp_path, request):
     seed = random.randrange(1 << 30)

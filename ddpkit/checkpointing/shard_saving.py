@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ddpkit.base import FailureReport
     from ddpkit.checkpointing.async_save import BackgroundSave
     from ddpkit.checkpointing.shard_states import ShardedState
-    from ddpkit.comm.mailbox import Runtime
 
 logger = get_logger(__name__)
 
@@ -216,7 +215,8 @@ class ShardSaving:
         """
         reports = []
         failures = []
-        wait = NoteWait(get_runtime())
+        runtime = get_runtime()
+        wait = NoteWait(runtime.report, runtime.check_connection)
         for rank in range(get_world_size()):
             try:
                 if rank == get_rank():
@@ -257,7 +257,8 @@ class NoteWait:
     rank that is awaited (``--hang_timeout``); one that has ended, by its lost connection, too.
 
     Args:
-        runtime: of the process group.
+        report: of the process group.
+        check_connection: raises a RuntimeError if the connection to a rank is lost.
 
     Attributes:
         failed_since: since when a rank is known to have failed, for all of the waits; None: none.
@@ -265,9 +266,13 @@ class NoteWait:
     Ranks: local.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.report: FailureReport = runtime.report
+    def __init__(
+        self,
+        report: FailureReport,
+        check_connection: Callable[[int], object],
+    ) -> None:
+        self.report = report
+        self.check_connection = check_connection
         self.failed_since: float | None = None
 
     @waits_for_ranks
@@ -328,7 +333,7 @@ class NoteWait:
         if threading.current_thread() is not threading.main_thread():
             return  # the training uses the connections; the heartbeat looks
         try:
-            self.runtime.check_connection(rank)
+            self.check_connection(rank)
         except RuntimeError as error:
             if self.report.noted(name) is None:  # else it has told, and ended
                 raise CheckpointError(f"{ENDED} {explained(error, rank)}") from error

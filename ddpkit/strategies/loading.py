@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.base import Strategy
-from ddpkit.strategies.names import registered
+from ddpkit.strategies.names import FORMER_NAMES, registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-# by the name that a strategy of one's own may still have: what is asked now in its place
-FORMER_NAMES = {
-    "whole_states": "divided_states",
-    "shards": "division",
-    "virtual_ranks": "division",
-}
 
 
 def new_strategy(value: Any) -> Strategy:

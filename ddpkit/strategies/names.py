@@ -31,6 +31,13 @@ OF_DDP = dict.fromkeys(
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
+# by the name that a strategy of one's own may still have: what is asked now in its place
+FORMER_NAMES = {
+    "whole_states": "divided_states",
+    "shards": "division",
+    "virtual_ranks": "division",
+}
+
 
 @dataclass(frozen=True)
 class Registered:

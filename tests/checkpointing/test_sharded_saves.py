@@ -327,8 +327,7 @@ def test_all_ranks_that_are_not_heard_of_have_one_time_after_a_failure(monkeypat
     monkeypatch.setattr(shard_saving, "time", clock)
     store = dist.HashStore()
     FailureReport(store, 7, 8).tell(Reason.of(7, ValueError("boom"), is_final=True))
-    runtime = SimpleNamespace(report=FailureReport(store, 0, 8), check_connection=lambda _: None)
-    wait = shard_saving.NoteWait(runtime)
+    wait = shard_saving.NoteWait(FailureReport(store, 0, 8), lambda _: None)
     for rank in range(1, 8):
         with pytest.raises(CheckpointError, match="boom"):
             wait.of(f"shard {rank}", rank)

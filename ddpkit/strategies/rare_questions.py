@@ -53,6 +53,7 @@ class RareQuestions:
     awaits_steps = False
     gathers_states = False
     timer: StepTimer | None = None
+    _of_ranks: Division | None = None
 
     # ------------------------------------------------------------------ what kind it is
 
@@ -70,7 +71,11 @@ class RareQuestions:
         """Say into how many shards every batch is divided, and which of them this rank works on:
         one for each rank.
         """
-        return Division.of_ranks()
+        known = self._of_ranks
+        # asked in every pass; a process group may be made later
+        if known is None or known.world_size != distributed.get_world_size():
+            known = self._of_ranks = Division.of_ranks()
+        return known
 
     def has_same_bits(self) -> bool:
         """Say whether no bit may depend on the number of processes.

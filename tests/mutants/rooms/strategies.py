@@ -179,7 +179,7 @@ FAULTS = in_room(
         Fault(
             "a strategy that has no work in one process is used there",
             "choose_strategy",
-            "strategy.runs_alone() or distributed.is_distributed_initialized()",
+            "strategy.runs_alone() or several",
             "True",
             f"{UNIT} {CHOOSING}",
         ),

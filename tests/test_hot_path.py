@@ -44,7 +44,7 @@ MOST_MORE_ON_TWO_RANKS = {1: -40, 8: -5}
 PER_EPOCH = {"c10d::alltoall_base_": 4}
 # 96 calls, 64 by hand; without loader workers, which look after random numbers
 MOST_MORE_IN_VALIDATION = 33
-# 1,740 calls beside the steps of a training pass (Python 3.11); torch.manual_seed would be 1,600 more
+# 1,740 calls beside the steps of a training pass; torch.manual_seed would be 1,600 more
 MOST_PER_PASS = 1800
 
 LOCAL_SGD = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 4}

@@ -40,7 +40,12 @@ from ddpkit.checkpointing.module_state import (
     is_on_meta,
     state_for_module,
 )
-from ddpkit.checkpointing.shard_files import ShardError, open_state, whole_tensors
+from ddpkit.checkpointing.shard_files import (
+    ShardError,
+    is_sharded_file,
+    open_state,
+    whole_tensors,
+)
 from ddpkit.checkpointing.state_names import unwrapped_state
 from ddpkit.checkpointing.storage import write_file
 from ddpkit.checkpointing.threaded_loading import load_to_keep
@@ -244,21 +249,25 @@ def recover(obj: Any, path: Path, end_of_epoch: bool) -> UncheckedLoad | None:  
 
     Ranks: local.
     """
-    state = open_state(
-        path,
-        load_to_keep(path)
-        if isinstance(obj, Optimizer)
-        else load_file(path, mmap=copies_what_it_loads(obj)),
-    )
+    if isinstance(obj, Optimizer):
+        content = load_to_keep(path)
+    else:
+        content = load_file(path, mmap=copies_what_it_loads(obj))
+    state = open_state(path, content)
+
+    def whole(opened: Any) -> Any:
+        # what is not in shards may hold itself, and is handed over as it is
+        return whole_tensors(opened) if is_sharded_file(content) else opened
+
     try:
         if isinstance(obj, nn.Module):
             return _load_module(unwrap(obj), state, path)
         if isinstance(obj, Optimizer):
-            obj.load_state_dict(whole_tensors(_for_optimizer(obj, state)))
+            obj.load_state_dict(whole(_for_optimizer(obj, state)))
         elif getattr(obj, "takes_stored_tensors", False):
             obj.load_state_dict(state)
         else:
-            obj.load_state_dict(whole_tensors(state))
+            obj.load_state_dict(whole(state))
     except (CheckpointUsageError, ShardError):
         raise
     except Exception as error:

@@ -75,7 +75,7 @@ def test_what_other_machines_have_saved_counts_for_the_retention_and_is_not_copi
     other_machine()
     brain = train(store, 4, kind=KeepsTwo)
     kept = checkpoints_in(store)
-    assert kept[0] == before[1]
+    assert before[1] in kept  # names of one second are not in the order of their saves
     assert len(kept) == 2
     here = sorted(path.name for path in brain.checkpointer.checkpoints_dir.glob("CKPT*"))
     assert here == kept  # the older one was never here

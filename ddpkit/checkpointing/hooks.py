@@ -80,6 +80,7 @@ def torch_save(obj: Any, path: Path) -> None:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
+        >>> from ddpkit.checkpoints import safe_load
         >>> path = Path(tempfile.mkdtemp()) / "model.ckpt"
         >>> torch_save(nn.Linear(2, 1), path)
         >>> sorted(safe_load(path))
@@ -187,6 +188,7 @@ def write_state(state: Any, path: Path) -> str:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
+        >>> from ddpkit.checkpoints import safe_load
         >>> path = Path(tempfile.mkdtemp()) / "a.ckpt"
         >>> _ = write_state({"step": 3}, path)
         >>> safe_load(path)
@@ -301,6 +303,7 @@ def torch_parameter_transfer(obj: nn.Module, path: Path) -> None:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
+        >>> from ddpkit.checkpoints import safe_load
         >>> path = Path(tempfile.mkdtemp()) / "model.ckpt"
         >>> torch_save(nn.Linear(2, 1), path)
         >>> torch_parameter_transfer(nn.Linear(2, 1), path)

@@ -191,14 +191,14 @@ class OptionTypes:
     ckpt_async: bool = option(True, CHECKPOINTS,
         "write checkpoints in the background, if memory allows", fixed=IN_FIT)
     ckpt_local: str | None = option(None, CHECKPOINTS,
-        "output_folder is a URL: save in this folder, copy up later", form="FOLDER",
+        "output_folder is a URL: save here, copy up later", form="FOLDER",
         is_attribute=False, fixed=MADE)
     ckpt_verify: str = option("full", CHECKPOINTS, "what is read of a checkpoint before it is used",
         choices=("full", "size", "off"), fixed=IN_FIT)
     ckpt_load: str = option("all", CHECKPOINTS, "every process reads a checkpoint, or one sends it",
         choices=("all", "broadcast"), fixed=IN_FIT)
     ckpt_layout: str = option("shards", CHECKPOINTS,
-        "divided states: each process writes its shard, or one the whole",
+        "divided states: shards of all, or one whole",
         choices=("shards", "whole"), is_attribute=False, fixed=IN_FIT)
     ckpt_errors: str = option("stop", CHECKPOINTS, "if a checkpoint cannot be saved: stop, or warn",
         choices=("stop", "warn"), fixed=IN_FIT)

@@ -24,7 +24,8 @@ class Faults:
     """What a store does wrong.
 
     Attributes:
-        every: each so many-th request fails; 0: none.
+        every: each so many-th request fails, but a thread's next one after it does not, however the
+            requests of several threads fall; 0: none, 1: all.
         after: whether a request that fails has been done, and only its answer is lost.
         seconds: that each request takes.
         late: whether a listing shows nothing that was written since the last :meth:`catch_up`, and
@@ -44,11 +45,18 @@ class Faults:
     reads: int = 0
     listed: dict = field(default_factory=dict)
     mutex: threading.Lock = field(default_factory=threading.Lock)
+    failed: set[int] = field(default_factory=set)  # threads whose last request has failed
 
     def fails(self):
+        thread = threading.get_ident()
         with self.mutex:
             self.calls += 1
-            return self.every and self.calls % self.every == 0
+            may = self.every == 1 or thread not in self.failed
+            self.failed.discard(thread)
+            if not (self.every and may and self.calls % self.every == 0):
+                return False
+            self.failed.add(thread)
+            return True
 
 
 FAULTS = Faults()

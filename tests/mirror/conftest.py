@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
@@ -14,8 +16,6 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.experiment import close_experiment
 from ddpkit.mirror import forget_mirrors
 from tests.recipes import QUIET, Regression, linear, points, sgd
-
-fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.fixture
@@ -37,6 +37,17 @@ def other_machine():
     """
     close_experiment()
     forget_mirrors()
+    no_longer_copies()
+
+
+def no_longer_copies():
+    """Wait for the attempt to copy up that a run has left behind: on a dead machine it would not go
+    on.
+    """
+    for thread in threading.enumerate():
+        if thread.name.startswith("ddpkit copies up"):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def names_in(url, *, within=""):

@@ -34,7 +34,6 @@ def test_ckpt_reads_every_byte_of_a_checkpoint_in_a_store(trained, capsys, named
 
 
 def test_the_page_of_a_run_in_a_store(store, recipe, tmp_path):  # noqa: F811 -- a fixture
-    pytest.importorskip("jinja2")
     run(recipe, f"--output_folder={store}", epochs=1)
     other_machine()
     assert report.run([store, "--output", str(tmp_path / "page.html")]) == 0

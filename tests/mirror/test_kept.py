@@ -19,6 +19,7 @@ from tests.mirror.conftest import (
     Trained,
     checkpoints_in,
     fsspec,
+    no_longer_copies,
     other_machine,
     train,
     weights,
@@ -178,6 +179,7 @@ def test_what_a_killed_run_could_not_copy_up_is_gone_on_from_and_copied(
     gate.refuses = "manifest.json"
     with pytest.raises(Dead):
         train(place(), 4, kind=DiesInThird)
+    no_longer_copies()
     assert checkpoints_in(store) == []
     gate.refuses = None
     checkpointer = place()
@@ -215,6 +217,7 @@ def test_the_machine_that_has_come_further_wins_and_the_branch_is_moved_away(
 
     with pytest.raises(Dead):
         train(place("a"), 4, kind=DiesInThirdAndThenRefuses)
+    no_longer_copies()
     assert len(checkpoints_in(store)) == 1  # not deleted before a later one is there
     gate.refuses = None
     monkeypatch.setattr(kept, "FAILED_SECONDS", 5.0)

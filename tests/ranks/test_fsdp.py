@@ -364,6 +364,20 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path):
     ]
 
 
+def assert_goes_on(result, expected):
+    """Compare a run that went on in the third epoch with one that was not stopped."""
+    assert result["steps"] == expected["steps"]
+    assert result["told"] == pytest.approx(expected["told"][2:], abs=1e-10)
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(
+            result["weights"][name],
+            value,
+            rtol=1e-10,
+            atol=1e-10,
+            msg=name,
+        )
+
+
 def stop_at(folder, strategy, dies_at):
     assert train(Classifier, folder, dies_at=dies_at, strategy=strategy, **SAVING) is None
 
@@ -379,16 +393,7 @@ def test_a_run_goes_on_through_three_sizes_and_two_strategies(ranks, tmp_path):
     newest = Checkpointer(tmp_path).find_checkpoint()
     assert not list(newest.path.glob("*.safetensors"))
     for result in ranks.run(go_on, tmp_path, world_size=2):
-        assert result["steps"] == expected["steps"]
-        assert result["told"] == pytest.approx(expected["told"][2:], abs=1e-10)
-        for name, value in expected["weights"].items():
-            torch.testing.assert_close(
-                result["weights"][name],
-                value,
-                rtol=1e-10,
-                atol=1e-10,
-                msg=name,
-            )
+        assert_goes_on(result, expected)
 
 
 def go_on_gathered(folder):
@@ -534,16 +539,7 @@ def test_a_run_goes_on_from_and_to_other_strategies(ranks, tmp_path, before, aft
             else ranks.run(run, tmp_path, strategy, world_size=size)
         )
     for result in results:
-        assert result["steps"] == expected["steps"]
-        assert result["told"] == pytest.approx(expected["told"][2:], abs=1e-10)
-        for name, value in expected["weights"].items():
-            torch.testing.assert_close(
-                result["weights"][name],
-                value,
-                rtol=1e-10,
-                atol=1e-10,
-                msg=name,
-            )
+        assert_goes_on(result, expected)
 
 
 # ----------------------------------------------------------------------------- what a recipe may do

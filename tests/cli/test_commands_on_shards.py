@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.sharded_checkpoints import most_above
 from ddpkit.cli.ckpt import run
 from ddpkit.errors import CheckpointError
 from tests.checkpointing.sharded_checkpoints import save_sharded
@@ -85,34 +83,6 @@ def test_verify_and_export_see_damage(checkpoint, tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------------- memory
-
-
-def anonymous_bytes():
-    """Return what this process holds that is no page of a file."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssAnon")
-
-
-def most_above(work):
-    """Return the most memory that some work has taken above what there was before."""
-    before = anonymous_bytes()
-    most = [before]
-    over = threading.Event()
-
-    def look():
-        while not over.wait(0.0005):
-            most.append(max(most.pop(), anonymous_bytes()))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        work()
-    finally:
-        over.set()
-        thread.join()
-    return most[0] - before
 
 
 @pytest.mark.parametrize("name", ["net.safetensors", "net.pt"])

@@ -144,6 +144,23 @@ def test_a_light_name_does_not_load_torch():
     )
 
 
+@pytest.mark.slow
+def test_a_checkpointer_of_a_plain_folder_loads_no_package_of_object_stores(tmp_path):
+    loaded = in_a_fresh_interpreter(f"""
+        import json, sys, torch
+        import ddpkit
+        before = "fsspec" in sys.modules
+        net = torch.nn.Linear(2, 1)
+        checkpointer = ddpkit.checkpoints.Checkpointer({str(tmp_path)!r}, {{"net": net}})
+        ddpkit.Brain({{"net": net}}, checkpointer=checkpointer)
+        checkpointer.save_checkpoint()
+        assert checkpointer.recover_if_possible() is not None
+        others = [name for name in ("fsspec", "s3fs", "botocore") if name in sys.modules]
+        print(json.dumps([before, others]))
+    """)
+    assert loaded == [False, []]
+
+
 FIRST_USE_OF_THE_BRAIN = """
     import json, sys
     before = set(sys.modules)

@@ -116,7 +116,8 @@ class MemoryRehearsal(Passes):
         self._loader = loader
         self._sizes = sizes_in_run(loader, context)
         self._peaks = peaks_on(context.device, plan.scratch)
-        self._gradients: dict[torch.Tensor, int] = {}  # bytes of each, as the first step has them
+        self._gradients: dict[torch.Tensor, int] = {}  # the most bytes of each
+        self._sparse: set[torch.Tensor] = set()  # those with gradients of some rows alone
         self._has_stepped = False
 
     def feed(
@@ -154,7 +155,8 @@ class MemoryRehearsal(Passes):
             fresh = self._peaks.end()
             # as a later micro-batch of a step finds them, or a bucket that has its memory
             for parameter in self._gradients:
-                parameter.grad = torch.zeros_like(parameter)
+                layout = torch.sparse_coo if parameter in self._sparse else torch.strided
+                parameter.grad = torch.zeros_like(parameter, layout=layout)
             self._peaks.begin()
             yield self._prepared(batch, window)
             kept = self._peaks.end()
@@ -195,13 +197,17 @@ class MemoryRehearsal(Passes):
         *_: Any,
     ) -> None:
         """Note what has a gradient, and that the passes are over."""
+        for parameter in self._trained():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            # that of a sparse one is larger with more samples
+            known = self._gradients.get(parameter, 0)
+            self._gradients[parameter] = max(known, _bytes_of(gradient))
+            if gradient.is_sparse:
+                self._sparse.add(parameter)
         if not self._has_stepped:
             self._has_stepped = True
-            self._gradients = {
-                parameter: parameter.grad.untyped_storage().nbytes()
-                for parameter in self._trained()
-                if parameter.grad is not None
-            }
             return
         self._peaks.begin_optimizer()
 
@@ -397,6 +403,14 @@ class MemoryRehearsal(Passes):
             NOT_EVALUATED: True,
         }
         return [words for words, is_so in said.items() if is_so]
+
+
+def _bytes_of(gradient: torch.Tensor) -> int:
+    """Return the bytes of a gradient; of a sparse one, of its rows and their numbers."""
+    if not gradient.is_sparse:
+        return gradient.untyped_storage().nbytes()
+    parts = (gradient._values(), gradient._indices())  # noqa: SLF001 -- values() wants them sorted
+    return sum(part.untyped_storage().nbytes() for part in parts)
 
 
 def _is_chosen(

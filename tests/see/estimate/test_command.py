@@ -71,6 +71,7 @@ def recipe(tmp_path):
         run.folder = folder
         return run.wait(240)
 
+    start.folder = folder
     return start
 
 
@@ -110,3 +111,25 @@ def test_the_option_of_a_recipe_says_the_same(recipe):
     assert "Does not fit under zero1 on 2 processes" in run.out
     assert "after fit" not in run.out
     assert left(run) == set()
+
+
+def test_rows_of_an_embedding_that_are_sparse_gradients_stay_so(recipe):
+    changed = textwrap.dedent(RECIPE).replace("torch.optim.Adam", "torch.optim.SparseAdam")
+    begin = changed.index("net = nn.Sequential")
+    end = changed.index("hparams[", changed.index("\n", begin))
+    words = """
+class Words(nn.EmbeddingBag):
+    def forward(self, numbers):
+        return super().forward(numbers.long())
+
+net = Words(4096, 1, sparse=True)
+"""
+    recipe.folder.joinpath("train.py").write_text(changed[:begin] + words + changed[end:])
+    command = ("-m", "ddpkit", "estimate", "train.py", "hparams.yaml")
+    run = recipe(*command, "--nproc=1", "--memory=1GB", "--json=e.json", "--device=cpu")
+    assert run.code == 0, run.err
+    found = json.loads((run.folder / "e.json").read_text())
+    (single,) = [row for row in found["rows"] if row["strategy"] == "single"]
+    # of each number that was looked up: a value of 4 bytes, and its place, of 8
+    assert single["gradients"] == 16 * 32 * (4 + 8)
+    assert single["weights"] == 4 * 4096

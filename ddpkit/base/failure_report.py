@@ -146,11 +146,12 @@ class FailureReport:
         """Return whether a rank has departed; raise if the store is gone."""
         return bool(self.store.check([_departed_key(rank)]))
 
-    def departed(self) -> list[int]:
-        """Return the other ranks from which nothing more will come."""
+    def departed(self, ranks: Sequence[int] | None = None) -> list[int]:
+        """Return those of some ranks from which nothing more will come; None: of all others."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
+        asked = others if ranks is None else ranks
         return self._asked(
-            lambda _: [rank for rank in others if self.has_departed(rank)],
+            lambda _: [rank for rank in asked if self.has_departed(rank)],
             otherwise=[],
         )
 

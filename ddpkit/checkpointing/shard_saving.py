@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-NAP_SECONDS = 0.01
+SHORTEST_NAP_SECONDS = 0.01
+LONGEST_NAP_SECONDS = 0.2
+LOOK_SECONDS = 0.5  # between two questions whether the rank that is awaited is alive
 WARN_SECONDS = 60.0  # of a wait for another rank
 # for the shards of all others together, once a rank has failed; exits wait for 25
 FAILED_SECONDS = 15.0
@@ -287,12 +289,17 @@ class NoteWait:
             CheckpointError: the rank has ended without it, or is not heard of any more.
         """
         report = self.report
-        begin = time.monotonic()
+        begin = next_question = time.monotonic()
         next_look = begin + CONNECTION_SECONDS
+        nap = SHORTEST_NAP_SECONDS
         try:
             while (text := report.noted(name)) is None:
                 now = time.monotonic()
-                self._require_alive(name, rank, now)
+                if report.store_is_lost:
+                    raise CheckpointError(LOST.format(report.lost_by))
+                if now >= next_question:
+                    next_question = now + LOOK_SECONDS
+                    self._require_alive(name, rank, now)
                 if now >= next_look:
                     next_look = now + CONNECTION_SECONDS
                     self._look_at_connection(name, rank)
@@ -307,7 +314,8 @@ class NoteWait:
                         WARN_SECONDS,
                         rank,
                     )
-                time.sleep(NAP_SECONDS)
+                time.sleep(nap)
+                nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
         finally:
             report.awaited = None
         report.forget(name)
@@ -315,9 +323,7 @@ class NoteWait:
 
     def _require_alive(self, name: str, rank: int, now: float) -> None:
         report = self.report
-        if report.store_is_lost:
-            raise CheckpointError(LOST.format(report.lost_by))
-        has_departed = rank in report.departed() and report.noted(name) is None
+        has_departed = bool(report.departed([rank])) and report.noted(name) is None
         failure = report.first_failure()  # after that: the heartbeat tells a failure first
         if has_departed:
             is_known = failure is not None and failure.rank == rank

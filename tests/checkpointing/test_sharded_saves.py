@@ -320,11 +320,33 @@ def test_a_rank_that_cannot_copy_its_rows_is_not_waited_for(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_all_ranks_that_are_not_heard_of_have_one_time_after_a_failure(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of waits for shards, which goes on when they sleep."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr(shard_saving, "time", clock)
+    return clock
+
+
+def test_a_long_wait_asks_the_store_few_questions_however_many_ranks_there_are(clock):
+    store = dist.HashStore()
+    asked = mock.Mock(wraps=store)
+    wait = shard_saving.NoteWait(FailureReport(asked, 0, 64), lambda _: None)
+
+    def sleep(seconds):
+        clock.now += seconds
+        if clock.now > 60:
+            FailureReport(store, 1, 64).note("shard 1", "wrote it")
+
+    clock.sleep = sleep
+    assert wait.of("shard 1", 1) == "wrote it"
+    assert 60 < clock.now < 61
+    assert asked.check.call_count < 15 * clock.now
+
+
+def test_all_ranks_that_are_not_heard_of_have_one_time_after_a_failure(clock):
     store = dist.HashStore()
     FailureReport(store, 7, 8).tell(Reason.of(7, ValueError("boom"), is_final=True))
     wait = shard_saving.NoteWait(FailureReport(store, 0, 8), lambda _: None)

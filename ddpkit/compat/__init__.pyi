@@ -44,6 +44,7 @@ from ddpkit.compat.torch_inside import (
     all_groups as all_groups,
     back_propagate as back_propagate,
     base_store as base_store,
+    bytes_held_by as bytes_held_by,
     default_store as default_store,
     expect_backward_pass as expect_backward_pass,
     forget_compiled as forget_compiled,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ddpkit.base import replacing
-from ddpkit.compat import is_compiled
+from ddpkit.compat import bytes_held_by, is_compiled
 from ddpkit.control import usage_errors
 from ddpkit.distributed import run_on_main
 from ddpkit.errors import ConfigError, RunStopped
@@ -203,7 +203,7 @@ class MemoryRehearsal(Passes):
                 continue
             # that of a sparse one is larger with more samples
             known = self._gradients.get(parameter, 0)
-            self._gradients[parameter] = max(known, _bytes_of(gradient))
+            self._gradients[parameter] = max(known, bytes_held_by(gradient))
             if gradient.is_sparse:
                 self._sparse.add(parameter)
         if not self._has_stepped:
@@ -403,14 +403,6 @@ class MemoryRehearsal(Passes):
             NOT_EVALUATED: True,
         }
         return [words for words, is_so in said.items() if is_so]
-
-
-def _bytes_of(gradient: torch.Tensor) -> int:
-    """Return the bytes of a gradient; of a sparse one, of its rows and their numbers."""
-    if not gradient.is_sparse:
-        return gradient.untyped_storage().nbytes()
-    parts = (gradient._values(), gradient._indices())  # noqa: SLF001 -- values() wants them sorted
-    return sum(part.untyped_storage().nbytes() for part in parts)
 
 
 def _is_chosen(

@@ -72,6 +72,9 @@ class MirrorRemote(Remote):
         folder: of this machine.
         place: of the folder in the mirror; empty: it is the mirror itself.
 
+    Attributes:
+        lock: of the folder in the store.
+
     Ranks: main only, but for :meth:`fetch`.
     """
 
@@ -85,7 +88,7 @@ class MirrorRemote(Remote):
         self._folder = folder
         self._url = f"{mirror.url}/{place}" if place else mirror.url
         self._store = ObjectFolder(self._url)
-        self._lock = StoreLock(self._url)
+        self.lock = StoreLock(self._url)
         self._holds = 0
         self._names: set[str] | None = None
         self._found: dict[str, Checkpoint] = {}
@@ -191,7 +194,7 @@ class MirrorRemote(Remote):
 
     def acquire(self) -> None:
         """Take the lock of the folder in the store."""
-        self._lock.acquire()
+        self.lock.acquire()
         if not self._holds:
             self._names = None
             self._found.clear()
@@ -200,16 +203,16 @@ class MirrorRemote(Remote):
     def release(self) -> None:
         """Undo one :meth:`acquire`."""
         self._holds -= 1
-        self._lock.release()
+        self.lock.release()
 
     def require(self) -> None:
         """Make sure that the lock is still held."""
-        self._lock.require()
+        self.lock.require()
 
     def clean(self) -> None:
         """Remove what interrupted saves have left in the store, once."""
         if not self._is_clean:
-            self._store.clean(self._lock)
+            self._store.clean(self.lock)
             self._is_clean = True
 
     def put(
@@ -218,13 +221,13 @@ class MirrorRemote(Remote):
         name: str,
     ) -> None:
         """Copy a sealed checkpoint up, after the files that a run from there goes on with."""
-        self._mirror.push(self._lock)
+        self._mirror.push(self.lock)
         # the store calls it as the directory is called
         parent = self._folder / f"{STAGING_PREFIX}{uuid.uuid4().hex[:12]}"
         parent.mkdir()
         try:
             (parent / name).symlink_to(staging.absolute(), target_is_directory=True)
-            self._store.put(parent / name, lock=self._lock)
+            self._store.put(parent / name, lock=self.lock)
         finally:
             shutil.rmtree(parent, ignore_errors=True)
         self._all_names().add(name)
@@ -239,7 +242,7 @@ class MirrorRemote(Remote):
         self._copy_links()
         for name in names:
             if self.has(name):
-                self._lock.require()
+                self.lock.require()
                 self._store.delete(name)
                 self._all_names().discard(name)
 
@@ -282,8 +285,8 @@ class MirrorRemote(Remote):
         """
         with self._changing:
             there = ObjectFolder(f"{self._url}/{aside}")
-            there.put(copy, lock=self._lock)
-            self._lock.require()
+            there.put(copy, lock=self.lock)
+            self.lock.require()
             self._store.delete(copy.name)
         self._all_names().discard(copy.name)
 
@@ -342,7 +345,7 @@ class MirrorRemote(Remote):
     ) -> None:
         """Copy the last files up."""
         try:
-            self._mirror.push(self._lock)
+            self._mirror.push(self.lock)
         except FolderInUseError:
             raise
         except CheckpointError as error:

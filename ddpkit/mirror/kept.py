@@ -119,29 +119,29 @@ class KeptRemote(MirrorRemote):
         """Do nothing: no save waits for the store."""
 
     def _copy_up(self, directory: Path) -> None:
-        self._lock.acquire()  # shared with the run's own, while that lasts
+        self.lock.acquire()  # shared with the run's own, while that lasts
         try:
             with self._changing:
                 super().clean()  # what an attempt before this has left
                 self._is_clean = False
-                self._mirror.push(self._lock)
-                self._store.put(directory, lock=self._lock)
+                self._mirror.push(self.lock)
+                self._store.put(directory, lock=self.lock)
                 self._is_clean = True
             self._all_names().add(directory.name)
             self._copy_links()
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _delete_there(self, names: Collection[str]) -> None:
-        self._lock.acquire()
+        self.lock.acquire()
         try:
             for name in names:
-                self._lock.require()
+                self.lock.require()
                 with self._changing:
                     self._store.delete(name)
                 self._all_names().discard(name)
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _tell(self, uploaded: Uploaded) -> None:
         behind = f"; {uploaded.behind} more on their way" if uploaded.behind else ""

@@ -12,7 +12,6 @@ from ddpkit.base import EARLIER, move_to_earlier, writing
 from ddpkit.checkpointing import DIRECTORY_PREFIX, REMOTES
 from ddpkit.control import at_exit
 from ddpkit.distributed import get_rank, is_local_rank_zero
-from ddpkit.errors import FolderInUseError
 from ddpkit.logger import get_logger, show_as
 from ddpkit.mirror.checkpoints import MirrorRemote
 from ddpkit.mirror.files import Files
@@ -69,7 +68,7 @@ class Mirror:
         self._mutex = threading.RLock()
         self._has_begun = False
         self._run_lock: StoreLock | None = None
-        self._is_lost = False  # the folder in the store is another run's
+        self._locks: list[StoreLock] = []  # of the whole folder, and of those of checkpoints in it
 
     def open(self) -> None:
         """Make the folder, empty unless it is kept."""
@@ -93,13 +92,16 @@ class Mirror:
         """Return the lock that one run at a time has of the whole folder; always the same one."""
         if self._run_lock is None:
             self._run_lock = StoreLock(self.url, RUN_LOCK)
+            self._locks.append(self._run_lock)
         return self._run_lock
 
     def remote(self, folder: Path) -> Remote:
         """Return what stands in the store for a folder of checkpoints in this mirror."""
         place = folder.relative_to(self.folder).as_posix()
         kind = KeptRemote if self.is_kept else MirrorRemote
-        return kind(self, folder, "" if place == "." else place)
+        remote = kind(self, folder, "" if place == "." else place)
+        self._locks.append(remote.lock)
+        return remote
 
     # ------------------------------------------------------------------------------------ copying
 
@@ -116,7 +118,6 @@ class Mirror:
                 return
             count = self.files.pull(replaces=self.is_kept and not self._keeps_own_files())
             self._has_begun = True
-            self._is_lost = False
             at_exit(self.close)  # before the locks are given back, which were taken before this
         if count:
             logger.debug("%d files were copied from %s to %s", count, self.objects.url, self.folder)
@@ -160,13 +161,14 @@ class Mirror:
 
     def _require(self, lock: StoreLock | None = None) -> None:
         """Make sure that no other run has the folder in the store, by the locks that are held."""
-        try:
-            for each in (lock, self._run_lock):
-                if each is not None and each.held:
-                    each.require()
-        except FolderInUseError:
-            self._is_lost = True
-            raise
+        for each in (lock, self._run_lock):
+            if each is not None and each.held:
+                each.require()
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the folder in the store, or one of checkpoints in it, is another run's."""
+        return any(lock.lost for lock in self._locks)
 
     # ------------------------------------------------------------------------------------- the end
 

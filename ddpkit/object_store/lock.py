@@ -89,6 +89,7 @@ class _Hold:
         """Raise if the record is another's."""
         found = _owner_of(self.objects, self.name)
         if found != self.owner:
+            _LOST.add((self.objects.place, self.name))
             who = "nobody" if found is None else found.words
             raise FolderInUseError(
                 f"The folder {self.objects.url} is no longer locked by this run: its lock "
@@ -268,6 +269,7 @@ def _does_exclude(objects: Objects, name: str, own: Owner) -> bool:
 
 
 _HELD: dict[Hashable, _Hold] = {}
+_LOST: set[Hashable] = set()  # found to be another run's, whoever asked
 _MUTEX = threading.RLock()
 
 
@@ -362,6 +364,11 @@ class StoreLock:
         return self.held and self._holds[-1].excludes
 
     @property
+    def lost(self) -> bool:
+        """Whether this process has found that it is another run's, and has not taken it since."""
+        return self._key in _LOST
+
+    @property
     def token(self) -> str:
         """What tells this hold of the lock from all others; empty where it is not held."""
         return self._holds[-1].owner.token if self.held else ""
@@ -387,6 +394,8 @@ class StoreLock:
         _prepare()
         with _MUTEX:
             hold = _HELD.get(self._key) or self._taken()
+            if self._key not in _HELD:
+                _LOST.discard(self._key)
             _HELD[self._key] = hold
             hold.require()
             hold.count += 1
@@ -395,6 +404,9 @@ class StoreLock:
     def _taken(self) -> _Hold:
         try:
             return _take(self._objects, self._name)
+        except FolderInUseError:
+            _LOST.add(self._key)
+            raise
         except FileNotFoundError as error:
             raise explained(self.url, f"write {self._name}", error) from error
 

@@ -282,6 +282,26 @@ def test_a_run_that_has_lost_its_folder_pushes_no_file(store, lock):
     held.release()
 
 
+def test_a_loss_that_a_save_has_found_ends_the_copying_of_logs(store):
+    checkpointer = Checkpointer(store)
+    train(checkpointer, 1)
+    mirror = mirror_holding(checkpointer.checkpoints_dir)
+    mirror.begin()
+    saved = checkpointer.find_checkpoint().path
+    lock = StoreLock(store)
+    lock.acquire()
+    mirror.push()
+    mirror.objects.write("log.txt", b"of the new run\n")
+    taken_over(mirror.objects, ".lock")
+    (mirror.folder / "log.txt").write_text("mine\n")
+    with pytest.raises(FolderInUseError, match="is no longer locked by this run"):
+        ObjectFolder(store).put(saved, lock=lock)
+    lock.release()
+    mirror.push()
+    mirror.close()
+    assert mirror.objects.read("log.txt") == b"of the new run\n"
+
+
 def test_the_end_of_a_process_survives_a_store_without_threads(store, monkeypatch, caplog):
     mirror = mirror_holding(Checkpointer(store).checkpoints_dir)
     mirror.begin()

@@ -140,7 +140,7 @@ MIRRORS = in_room(
         Fault(
             "a checkpoint stands in the store before the files whose rows it counts",
             "MirrorRemote.put",
-            "self._mirror.push(self._lock)",
+            "self._mirror.push(self.lock)",
             "pass",
             tests="tests/mirror/test_recipe.py",
         ),

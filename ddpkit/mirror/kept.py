@@ -7,6 +7,7 @@ the one that has come further, in optimizer steps, of one and the same run.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from ddpkit.checkpointing import Checkpoint
-    from ddpkit.mirror.checkpoints import Copies
     from ddpkit.mirror.uploads import Uploaded
 
 logger = get_logger(__name__)
@@ -62,22 +62,12 @@ class Standing:
 class KeptRemote(MirrorRemote):
     """The checkpoints of a folder that stays on this machine, in the store.
 
-    Args:
-        mirror: that the folder is in.
-        folder: of this machine.
-        place: of the folder in the mirror; empty: it is the mirror itself.
-
     Ranks: main only, but for :meth:`fetch`.
     """
 
-    def __init__(
-        self,
-        mirror: Copies,
-        folder: Path,
-        place: str,
-    ) -> None:
-        super().__init__(mirror, folder, place)
-        self._uploads = Uploads(folder, self._copy_up, self._delete_there, self._tell)
+    @functools.cached_property
+    def _uploads(self) -> Uploads:
+        return Uploads(self._folder, self._copy_up, self._delete_there, self._tell)
 
     # ---------------------------------------------------------------------------------- finding
 

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
+    "docs/index.md",
     "docs/tutorial/from-one-process-to-several.md",
     "docs/how-to/evaluation.md",
     "docs/how-to/learning-rate-and-batch-size.md",

@@ -204,8 +204,11 @@ def _warn_of_unused(options: RunOptions) -> None:
 def _chosen(options: RunOptions, *, several: bool) -> Any:
     """Return what the option ``strategy`` would say, if options of single strategies chose none."""
     own = chosen_by_own_option(options)
-    if own or options.strategy != AUTO:
-        return own or options.strategy
+    if own:
+        together = registered()[own].together
+        return together.get(options.strategy, own) if isinstance(options.strategy, str) else own
+    if options.strategy != AUTO:
+        return options.strategy
     return DDP if several else SINGLE
 
 
@@ -230,7 +233,7 @@ def _require_own_option(given: Any, own: Collection[str]) -> None:
 def _refuse_two(options: RunOptions, own: Mapping[str, Registered]) -> None:
     """Refuse a strategy beside another that an option of its own chooses."""
     for name, known in own.items():
-        if options.strategy not in (AUTO, name, *known.beside):
+        if options.strategy not in (AUTO, name, *known.beside, *known.together):
             refuse_with(
                 known.chosen_by,
                 options,

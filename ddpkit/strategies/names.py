@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddpkit.errors import ConfigError
@@ -47,6 +48,7 @@ class Registered:
         where: its class, or ``"module:Class"``, which is loaded when it is chosen.
         chosen_by: an option of its own that chooses it; empty: the option ``strategy`` does.
         beside: values of ``strategy`` that may be given together with ``chosen_by``.
+        together: other such values, each with what is chosen then, as in ``where``.
         checks: options that have it look at the options, whichever strategy is chosen.
     """
 
@@ -54,6 +56,7 @@ class Registered:
     chosen_by: str = ""
     beside: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    together: Mapping[str, str] = field(default_factory=dict)
 
 
 #: By name. Of several that options of their own have chosen, the first is asked first.
@@ -67,6 +70,7 @@ _REGISTERED: dict[str, Registered] = {
         "ddpkit.strategies.virtual_ranks:VirtualRanks",
         "virtual_ranks",
         (SINGLE,),
+        together={"zero1": "ddpkit.strategies.virtual_zero1:VirtualZero1"},
     ),
     "data_parallel": Registered(
         "ddpkit.strategies.data_parallel:DataParallel",

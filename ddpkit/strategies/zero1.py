@@ -56,7 +56,7 @@ NOT_BY_PARAMETER = (
 )
 CANNOT_DIVIDE = (
     "strategy='zero1' cannot divide the optimizer {!r}: {} {} Use one that steps each parameter "
-    "by itself, such as torch.optim.AdamW; or --strategy=ddp."
+    "by itself, such as torch.optim.AdamW; or leave --strategy=zero1 out."
 )
 NOT_AVERAGED = (
     "strategy='zero1': the gradients of the optimizer {!r} are not the same on all ranks, so that "
@@ -333,6 +333,88 @@ class DividedOptimizer:
         return WholeState({**state, "state": parts})
 
 
+class DividedOptimizers:
+    """The optimizers of a run, each of which a rank steps a part of.
+
+    Ranks: collective.
+
+    Attributes:
+        divided: one for each optimizer.
+    """
+
+    def __init__(self) -> None:
+        self.divided: list[DividedOptimizer] = []
+        self._loads = [0] * get_world_size()
+
+    def divide(self, optimizers: Mapping[str, Any]) -> None:
+        """Divide the state of optimizers over the ranks.
+
+        Args:
+            optimizers: by name.
+
+        Raises:
+            ConfigError: an optimizer updates all its parameters together, or keeps its state in its
+                own way.
+        """
+        for name, optimizer in optimizers.items():
+            require_divisible(name, optimizer)
+            divided = vars(optimizer)[MARK] = vars(optimizer).get(MARK) or DividedOptimizer(
+                name,
+                optimizer,
+                self._loads,
+            )
+            self.divided += [] if divided in self.divided else [divided]
+
+
+def require_divisible(name: str, optimizer: Any) -> None:
+    """Refuse an optimizer that is known to work on all its parameters together, or to keep its
+    state in its own way.
+
+    Args:
+        name: of the optimizer, for messages.
+        optimizer: of a recipe.
+
+    Raises:
+        ConfigError: it cannot be divided.
+
+    Ranks: local.
+    """
+    kind = type(optimizer)
+    is_torchs = isinstance(optimizer, Optimizer) and kind.state_dict is Optimizer.state_dict
+    if (
+        not is_torchs
+        or isinstance(optimizer, LBFGS)
+        or kind.load_state_dict is not Optimizer.load_state_dict
+    ):
+        raise ConfigError(
+            CANNOT_DIVIDE.format(
+                name,
+                kind.__name__,
+                NOT_BY_PARAMETER,
+            )
+        )
+
+
+def whole_states(objects: Mapping[str, Any]) -> dict[str, WholeState]:
+    """Return the whole states of the divided optimizers among some objects; on the CPU, but for
+    rank 0's own part.
+
+    Args:
+        objects: by name.
+
+    Ranks: collective.
+    """
+    found = {
+        name: getattr(
+            obj,
+            MARK,
+            None,
+        )
+        for name, obj in objects.items()
+    }
+    return {name: optimizer.whole() for name, optimizer in found.items() if optimizer is not None}
+
+
 class Zero1(DDP):
     """DDP with the optimizers' state divided over the ranks. Takes what
     :class:`~ddpkit.strategies.ddp.DDP` takes.
@@ -366,8 +448,7 @@ class Zero1(DDP):
             accumulation,
             has_own_fit_batch=has_own_fit_batch,
         )
-        self.optimizers: list[DividedOptimizer] = []
-        self._loads = [0] * get_world_size()
+        self.optimizers = DividedOptimizers()
 
     def prepare_optimizers(
         self,
@@ -381,27 +462,7 @@ class Zero1(DDP):
                 own way.
         """
         super().prepare_optimizers(modules, optimizers)
-        for name, optimizer in optimizers.items():
-            kind = type(optimizer)
-            is_torchs = isinstance(optimizer, Optimizer) and kind.state_dict is Optimizer.state_dict
-            if (
-                not is_torchs
-                or isinstance(optimizer, LBFGS)
-                or kind.load_state_dict is not Optimizer.load_state_dict
-            ):
-                raise ConfigError(
-                    CANNOT_DIVIDE.format(
-                        name,
-                        kind.__name__,
-                        NOT_BY_PARAMETER,
-                    )
-                )
-            divided = vars(optimizer)[MARK] = vars(optimizer).get(MARK) or DividedOptimizer(
-                name,
-                optimizer,
-                self._loads,
-            )
-            self.optimizers += [] if divided in self.optimizers else [divided]
+        self.optimizers.divide(optimizers)
 
     def rank_memory(self, run: RehearsedRun) -> RankMemory:
         """Return the memory as under DDP, with the states that the rank with the most of them
@@ -435,14 +496,4 @@ class Zero1(DDP):
         """Return the whole states of the optimizers among some objects; on the CPU, but for rank
         0's own part.
         """
-        found = {
-            name: getattr(
-                obj,
-                MARK,
-                None,
-            )
-            for name, obj in objects.items()
-        }
-        return {
-            name: optimizer.whole() for name, optimizer in found.items() if optimizer is not None
-        }
+        return whole_states(objects)

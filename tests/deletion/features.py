@@ -118,7 +118,11 @@ TABLE = (
         r"(?i)ddp(?!kit)|nproc|torchrun|init_process_group|static_graph",
         tests=(*_SEVERAL, "tests/strategies/test_averages.py", "tests/ranks/test_gpus.py"),
         fixtures=("ranks",),
-        users=("ddpkit/strategies/local_sgd.py", "ddpkit/strategies/zero1.py"),
+        users=(
+            "ddpkit/strategies/local_sgd.py",
+            "ddpkit/strategies/virtual_zero1.py",
+            "ddpkit/strategies/zero1.py",
+        ),
     ),
     Feature(
         "ddpkit/strategies/fsdp.py",
@@ -134,11 +138,18 @@ TABLE = (
         "ddpkit/strategies/virtual_ranks.py",
         r"(?i)virtual[_-]?ranks",
         tests=(*_SEVERAL, "tests/ranks/test_virtual_ranks.py"),
+        users=("ddpkit/strategies/virtual_zero1.py",),
+    ),
+    Feature(
+        "ddpkit/strategies/virtual_zero1.py",
+        r"(?i)virtual[_-]?zero1",
+        tests=("tests/ranks/test_virtual_zero1.py",),
     ),
     Feature(
         "ddpkit/strategies/zero1.py",
         r"(?i)zero1",
         tests=("tests/ranks/test_zero1.py",),
+        users=("ddpkit/strategies/virtual_zero1.py",),
     ),
     Feature(
         "ddpkit/run/auto_micro_batch.py",

@@ -1,0 +1,138 @@
+"""Virtual ranks where each process keeps the optimizer state of a part of the parameters only:
+``--virtual_ranks`` with ``--strategy=zero1``.
+
+The gradients are added up in the order of the tree, so that every process has the same bits of all
+of them. Each steps the parameters that it owns, and sends them to the others. An optimizer that
+works on each parameter by itself makes of the same bits the same ones, whichever other parameters
+it is given (:mod:`ddpkit.strategies.zero1`); one that draws random numbers in its step does not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.base import map_values
+from ddpkit.distributed import exchange, get_world_size
+from ddpkit.errors import ConfigError
+from ddpkit.seed import rng_state
+from ddpkit.strategies.rare_questions import bytes_of
+from ddpkit.strategies.virtual_ranks import VirtualRanks
+from ddpkit.strategies.zero1 import (
+    CANNOT_DIVIDE,
+    DividedOptimizers,
+    require_divisible,
+    whole_states,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import nn
+
+    from ddpkit.run_opts import RunOptions
+    from ddpkit.training import Accumulation
+
+DRAWS = "It draws random numbers in its step, for the parameters that a process has."
+
+
+class VirtualZero1(VirtualRanks):
+    """``V`` virtual ranks, with the optimizers' state divided over the processes.
+
+    Ranks: collective.
+
+    Example:
+        >>> VirtualZero1("cpu", 8).division().each
+        8
+    """
+
+    name = "virtual ranks, optimizer state divided (ZeRO-1)"
+
+    def bind(
+        self,
+        options: RunOptions,
+        accumulation: Accumulation,
+        *,
+        has_own_fit_batch: bool,
+    ) -> None:
+        """Take the options, before any optimizer is divided."""
+        super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
+        self._optimizers = DividedOptimizers()
+        self._watched: set[int] = set()
+
+    def startup_rows(self, modules: nn.Module) -> dict[str, str]:
+        """Return the rows of virtual ranks, and that the optimizers' state is divided."""
+        rows = super().startup_rows(modules)
+        return {**rows, "strategy": f"{rows['strategy']}, optimizer state divided (zero1)"}
+
+    def prepare_optimizers(
+        self,
+        modules: nn.ModuleDict,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+    ) -> None:
+        """Divide the state of optimizers over the processes. What cannot be divided is refused on
+        one process, too.
+
+        Raises:
+            ConfigError: an optimizer has parameters that are in no module, updates all its
+                parameters together, or keeps its state in its own way.
+        """
+        super().prepare_optimizers(modules, optimizers)
+        for name, optimizer in optimizers.items():
+            require_divisible(name, optimizer)
+            if id(optimizer) not in self._watched:
+                self._watched.add(id(optimizer))
+                _Drawing(name, optimizer)
+        if get_world_size() > 1:
+            self._optimizers.divide(optimizers)
+
+    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the whole states of the optimizers among some objects."""
+        return whole_states(objects)
+
+    def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
+        """Return the bytes of all gradients, and of the parameters that a process has stepped."""
+        trained = list(parameters)
+        return super().sent_bytes(trained) + bytes_of(trained) / get_world_size()
+
+
+class _Drawing:
+    """Compares the random states around the first step of an optimizer.
+
+    A class with a ``step`` around that of its base class is given its hooks around both.
+    """
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self.name = name
+        self._before: Any = None
+        self._depth = 0
+        self._is_compared = False
+        optimizer.register_step_pre_hook(self._note)
+        optimizer.register_step_post_hook(self._compare)
+
+    def _note(self, *_: Any) -> None:
+        if self._is_compared:
+            return
+        if not self._depth:
+            self._before = _drawn()
+        self._depth += 1
+
+    def _compare(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        if self._is_compared or self._depth > 0:
+            return
+        self._is_compared = True
+        drew = self._before != _drawn()
+        self._before = None
+        # a process may have no parameter to draw for
+        if any(exchange(drew, "random numbers of an optimizer")):
+            raise ConfigError(CANNOT_DIVIDE.format(self.name, type(optimizer).__name__, DRAWS))
+
+
+def _drawn() -> Any:
+    """Return what tells whether the process has drawn random numbers."""
+    return map_values(
+        rng_state(),
+        lambda value: value.tolist() if isinstance(value, torch.Tensor) else value,
+    )

@@ -87,7 +87,7 @@ class VirtualZero1(VirtualRanks):
         if get_world_size() > 1:
             self._optimizers.divide(optimizers)
 
-    def whole_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+    def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the whole states of the optimizers among some objects."""
         return whole_states(objects)
 

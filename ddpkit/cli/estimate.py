@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpkit.cli import command_parser, say
-from ddpkit.cli.recipe_words import split_words, tell
+from ddpkit.cli.recipe_words import require_recipe_words, split_words, tell
 
 __all__ = ["run"]
 
@@ -56,8 +56,7 @@ def run(words: Sequence[str]) -> int:
     own, recipe = split_words(words, _SWITCHES, _WITH_VALUE)
     parser = _parser()
     options = parser.parse_args(own)
-    if not recipe:
-        parser.error("give the recipe, such as train.py hparams.yaml")
+    require_recipe_words(parser, recipe)
     from ddpkit.see import EstimateRequest, run_estimate  # loads torch
 
     request = EstimateRequest(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpkit.cli import command_parser, say, whole_number
-from ddpkit.cli.recipe_words import positive, split_words, tell
+from ddpkit.cli.recipe_words import positive, require_recipe_words, split_words, tell
 
 __all__ = ["run"]
 
@@ -55,8 +55,7 @@ def run(words: Sequence[str]) -> int:
     own, recipe = split_words(words, _SWITCHES, _WITH_VALUE)
     parser = _parser()
     options = parser.parse_args(own)
-    if not recipe:
-        parser.error("give the recipe, such as train.py hparams.yaml")
+    require_recipe_words(parser, recipe)
     from ddpkit.see import LrFindRequest, run_lr_find  # loads torch
 
     request = LrFindRequest(

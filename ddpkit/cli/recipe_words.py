@@ -55,6 +55,23 @@ def split_words(
     return own, recipe
 
 
+def require_recipe_words(
+    parser: argparse.ArgumentParser,
+    recipe: Sequence[str],
+) -> None:
+    """End the program where a command was given no recipe.
+
+    Args:
+        parser: of the command.
+        recipe: what it was given.
+
+    Raises:
+        SystemExit: there is none; with status 2.
+    """
+    if not recipe:
+        parser.error("give the recipe, such as train.py hparams.yaml")
+
+
 def positive(text: str) -> float:
     """Read a finite number above 0, as an argument's type.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpkit.cli import command_parser, say, whole_number
-from ddpkit.cli.recipe_words import positive, split_words, tell
+from ddpkit.cli.recipe_words import positive, require_recipe_words, split_words, tell
 
 __all__ = ["run"]
 
@@ -60,8 +60,8 @@ def run(words: Sequence[str]) -> int:
     own, recipe = split_words(words, _SWITCHES, _WITH_VALUE, (_JOIN,))
     parser = _parser()
     options = parser.parse_args(own)
-    if not own and not recipe:
-        parser.error("give the recipe, such as train.py hparams.yaml")
+    if options.join is None:
+        require_recipe_words(parser, recipe)
     from ddpkit.see import ScaleRequest, join_results, run_scale  # loads torch
 
     if options.join is not None:

@@ -30,7 +30,13 @@ from ddpkit.run.memory_peaks import COUNTED, peaks_on
 from ddpkit.run.passes import Passes
 from ddpkit.run.rehearsal_batches import RehearsalBatch, batches_to_rehearse, moves_early
 from ddpkit.run.step_plan import sizes_in_run
-from ddpkit.strategies import RehearsedRun, chosen_for, new_strategy, registered
+from ddpkit.strategies import (
+    RehearsedRun,
+    check_strategy,
+    chosen_for,
+    new_strategy,
+    registered,
+)
 from ddpkit.training import FeedThrough, micro_batches
 
 if TYPE_CHECKING:
@@ -313,8 +319,8 @@ class MemoryRehearsal(Passes):
                 for processes in self._plan.estimated_on
                 if processes > 1 or new_strategy(value).runs_alone()
             ]
-            # each strategy knows for any number, or for none
-            if found and all(row is None for row in found):
+            # it may know on which numbers it cannot run, and nothing more
+            if None in found:
                 unknown.append(name)
             rows += [row for row in found if row is not None]
         return {"rows": rows, "unknown": unknown}
@@ -326,13 +332,18 @@ class MemoryRehearsal(Passes):
         processes: int,
     ) -> dict[str, Any] | None:
         """Return what a strategy says of a number of processes; None: it does not know."""
-        row: dict[str, Any] = {"strategy": name, "processes": processes}
         options = self._options()
+        is_chosen = name == chosen_for(options, processes)
+        row: dict[str, Any] = {
+            "strategy": name,
+            "processes": processes,
+            "is_chosen": is_chosen,
+        }
         known = registered().get(name)
         chosen_by = "" if known is None else known.chosen_by
-        is_chosen = not chosen_by or _is_chosen(options, chosen_by)
         # it takes no part in the recipe: its option is set for the answer alone
-        if not is_chosen:
+        is_set_here = bool(chosen_by) and not _is_chosen(options, chosen_by)
+        if is_set_here:
             _choose(options, chosen_by, processes)
         strategy = new_strategy(value)
         has_own = self._context.recipe.has_own_fit_batch
@@ -353,18 +364,19 @@ class MemoryRehearsal(Passes):
             return {**row, "impossible": str(error)}
         if memory is None:
             return None
-        # what was not asked for lacks options beside the one that chooses it
         refused = ""
-        if is_chosen:
-            try:
+        try:
+            if is_chosen:
+                check_strategy(options, has_own_fit_batch=has_own)
+            # what was not asked for lacks options beside the one that chooses it
+            elif not is_set_here:
                 strategy.check(options, has_own_fit_batch=has_own)
-            except ConfigError as error:
-                refused = str(error)
+        except ConfigError as error:
+            refused = str(error)
         return {
             **row,
             "samples": samples,
             "micro_batches": factor,
-            "is_chosen": name == chosen_for(self._options(), processes),
             "is_like_one_process": not chosen_by,
             "refused": refused,
             **dataclasses.asdict(memory),

@@ -136,7 +136,8 @@ class StepPlan:
         batches = self.grad_accumulation_factor * self.world_size
         if batches % world_size:
             raise ConfigError(
-                f"this run was saved by {self.world_size} processes with {batches} batches of a "
+                f"this run was saved by {self.world_size} "
+                f"process{'' if self.world_size == 1 else 'es'} with {batches} batches of a "
                 f"sampler per optimizer step, which {world_size} processes cannot divide: start a "
                 f"number of processes that divides {batches}."
             )

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
     from ddpkit.training import Accumulation
+
+FOR_ONE_PROCESS = "it is for one process"
 
 
 class WrappedDataParallel(AttributeForwarding, nn.DataParallel[nn.Module]):
@@ -119,7 +122,7 @@ class DataParallel(Strategy):
             refuse_with(
                 "a group of processes",
                 options,
-                {"data_parallel_backend": "it is for one process"},
+                {"data_parallel_backend": FOR_ONE_PROCESS},
             )
 
     def bind(
@@ -136,6 +139,16 @@ class DataParallel(Strategy):
         """
         super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
         self._take(self.device)
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory | None:
+        """Say that it is for one process, of which nothing is known.
+
+        Raises:
+            ConfigError: there are several processes.
+        """
+        if run.processes > 1:
+            raise ConfigError(FOR_ONE_PROCESS)
+        return None
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return rows on the GPUs, and on batch statistics, which each GPU takes from its own

@@ -156,7 +156,8 @@ class VirtualRanks(Strategy):
             )
             raise ConfigError(
                 f"virtual_ranks={number} cannot be divided over {world_size} processes: it must be "
-                f"a multiple of their number. Start {able} processes, or give another "
+                f"a multiple of their number. Start {able} "
+                f"process{'' if number == 1 else 'es'}, or give another "
                 "--virtual_ranks, which is another training."
             )
         refuse_with(

@@ -59,6 +59,7 @@ def test_the_help_says_what_goes_to_the_recipe(capsys):
     ("words", "said"),
     [
         ([], "give the recipe, such as train.py hparams.yaml"),
+        (["--nproc", "1"], "give the recipe, such as train.py hparams.yaml"),
         (["train.py", "--strong", "--weak"], "not allowed with argument --strong"),
         (["train.py", "--rounds", "0"], "'0' is not a whole number from 1 on"),
         (["train.py", "--seconds=-1"], "'-1' is no number above 0"),
@@ -80,7 +81,6 @@ def test_wrong_usage_is_told_with_exit_code_2(recipe, capsys, words, said):
     ("words", "said"),
     [
         (["other.py", "hparams.yaml"], "there is no script 'other.py'."),
-        (["--nproc", "1"], "no recipe was given."),
         (
             ["train.py", "hparams.yaml", "--nproc", "one"],
             "--nproc='one': give numbers of processes",

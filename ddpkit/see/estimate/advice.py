@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpkit.options import OPTIONS
-from ddpkit.see.amounts import in_bytes
+from ddpkit.see.amounts import counted, in_bytes
 from ddpkit.see.estimate.figures import USABLE, MemoryEstimate, RankFigures
 
 NO_MEMORY = (
@@ -15,7 +15,7 @@ MOST_OF_IT = 0.5  # of a peak: activations that large are worth computing again
 
 
 def advice(found: MemoryEstimate) -> str:
-    """Return a sentence or two on what fits.
+    """Return a sentence or two on what runs, and fits.
 
     Args:
         found: the estimate.
@@ -23,30 +23,41 @@ def advice(found: MemoryEstimate) -> str:
     Ranks: local.
     """
     memory = found.memory
+    if found.refusal is not None:
+        return _cannot_run(found, *found.refusal)
     if memory is None:
         return NO_MEMORY
     own = found.chosen
     if own is None:
         return (
             "The strategy of the recipe does not say what it takes on "
-            f"{_processes(found.processes[0])}."
+            f"{counted(found.processes[0], 'process')}."
         )
     if own.fits(memory):
         amounts = f"{in_bytes(own.peak())} of {in_bytes(memory)}"
         return f"Fits under {_where(own)}: {amounts}{_room(found, own)}."
-    ways = [*_smaller_batch(found, own), *_other_strategies(found, own)]
+    ways = [*_smaller_batch(found, own), *_other_strategies(found)]
     does = f"What does: {'; or '.join(ways)}." if ways else NOTHING
     room = f"{in_bytes(own.peak())}, and {in_bytes(USABLE * memory)} of {in_bytes(memory)} are free"
     words = [f"Does not fit under {_where(own)}: {room}.", does, *_other_options(found, own)]
     return " ".join(words)
 
 
-def _processes(number: int) -> str:
-    return f"{number} process{'' if number == 1 else 'es'}"
+def _cannot_run(
+    found: MemoryEstimate,
+    strategy: str,
+    why: str,
+) -> str:
+    """Say why the recipe's strategy does not run, and what would and fits."""
+    others = [] if found.memory is None else _other_strategies(found)
+    where = f"{strategy} on {counted(found.processes[0], 'process')}"
+    words = [f"Cannot run under {where}: {why.rstrip('.')}."]
+    words += [f"What runs, and fits: {other}." for other in others]
+    return " ".join(words)
 
 
 def _where(row: RankFigures) -> str:
-    return f"{row.row['strategy']} on {_processes(row.row['processes'])}"
+    return f"{row.row['strategy']} on {counted(row.row['processes'], 'process')}"
 
 
 def _room(
@@ -69,11 +80,10 @@ def _smaller_batch(
     return [f"--micro_batch_size={largest}" if is_whole else f"a batch_size of {largest}"]
 
 
-def _other_strategies(
-    found: MemoryEstimate,
-    own: RankFigures,
-) -> list[str]:
-    """Name the first strategy that fits on the same number of processes, or else on more."""
+def _other_strategies(found: MemoryEstimate) -> list[str]:
+    """Name the first strategy that fits on the number of processes that is meant, or else on
+    more.
+    """
     memory = found.memory or 0.0
     others = [
         row
@@ -81,7 +91,7 @@ def _other_strategies(
         if row.fits(memory)
         and row.row["is_like_one_process"]
         and not row.row["refused"]
-        and row.row["processes"] >= own.row["processes"]
+        and row.row["processes"] >= found.processes[0]
     ]
     if not others:
         return []

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddpkit.base import accelerator_kind, replacing, writing
+from ddpkit.base import accelerator_kind
 from ddpkit.errors import LaunchError
 from ddpkit.launch import SlicePlan
 from ddpkit.options import RUN_OPTIONS
 from ddpkit.see.estimate.figures import MemoryEstimate
 from ddpkit.see.estimate.request import ASSUMED, EstimateRequest
 from ddpkit.see.estimate.table import report
+from ddpkit.see.json_file import write_json
 from ddpkit.see.orderly_end import ended_in_order
 from ddpkit.see.scale.cells import Cell
 from ddpkit.see.scale.rounds import scratch_folder
@@ -46,7 +46,7 @@ def run_estimate(
         tell: is told what the recipe says, if it takes long.
 
     Returns:
-        0; 1 if the run does not fit into the memory that is known.
+        0; 1 if the run cannot be, or does not fit into the memory that is known.
 
     Raises:
         ConfigError: something asked for cannot work here.
@@ -61,7 +61,9 @@ def run_estimate(
         memory = result["device_memory"] if given is None else given
         found = MemoryEstimate(request.recipe.shown, result, request.processes, memory)
         say(report(found))
-        _write(found, request.json)
+        write_json(request.json, found.as_dict())
+    if found.refusal is not None:
+        return 1
     own = found.chosen
     if own is None or memory is None:
         return 0
@@ -126,16 +128,3 @@ def _memory_of_gpu() -> float | None:
         return None
     allocator: Any = getattr(torch, kind)
     return float(allocator.mem_get_info(0)[1])
-
-
-def _write(
-    found: MemoryEstimate,
-    path: Path | None,
-) -> None:
-    if path is None:
-        return
-    text = json.dumps(found.as_dict(), indent=1) + "\n"
-    with writing(f"--json={str(path)!r}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")

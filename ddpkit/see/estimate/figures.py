@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpkit.see.amounts import counted
+
 USABLE = 0.9  # of a device's memory: the rest is CUDA's, NCCL's, and lost between allocations
 MOST_SAMPLES = 1 << 30  # nobody has more in a batch
 HELD = ("weights", "buffers", "optimizer", "averages")  # all the time
@@ -58,8 +60,7 @@ class RankFigures:
     @property
     def name(self) -> str:
         """The strategy and the number in words."""
-        number = self.row["processes"]
-        return f"{self.row['strategy']}, {number} process{'' if number == 1 else 'es'}"
+        return f"{self.row['strategy']}, {counted(self.row['processes'], 'process')}"
 
     @property
     def samples(self) -> int:
@@ -185,11 +186,25 @@ class MemoryEstimate:
 
     @property
     def chosen(self) -> RankFigures | None:
-        """The strategy of the recipe on the number of processes that is meant."""
+        """The strategy of the recipe on the number of processes that is meant; None: it does not
+        say what it takes there, or cannot run there.
+        """
         meant = self.processes[0]
         for row in self.rows:
             if row.row["is_chosen"] and row.row["processes"] == meant:
                 return row
+        return None
+
+    @property
+    def refusal(self) -> tuple[str, str] | None:
+        """The strategy of the recipe, and why it cannot run on the number of processes that is
+        meant; None: nothing is known that speaks against it.
+        """
+        meant = self.processes[0]
+        for row in self.result["rows"]:
+            why = row.get("impossible") or row.get("refused")
+            if why and row["is_chosen"] and row["processes"] == meant:
+                return row["strategy"], why
         return None
 
     @property
@@ -213,11 +228,13 @@ class MemoryEstimate:
                     found["largest_micro_batch"] = row.largest(self.memory)
             rows.append(found)
         impossible = [row for row in self.result["rows"] if "impossible" in row]
+        refusal = self.refusal
         return {
             "recipe": self.recipe,
             "processes": list(self.processes),
             "memory": self.memory,
             "usable": USABLE,
+            "refusal": None if refusal is None else refusal[1],
             **self.result,
             "rows": rows,
             "impossible": impossible,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpkit.see.amounts import in_bytes
+from ddpkit.see.amounts import counted, in_bytes
 from ddpkit.see.estimate.advice import advice
 from ddpkit.see.estimate.figures import STEP, USABLE, MemoryEstimate, RankFigures
 
@@ -32,7 +32,7 @@ def report(found: MemoryEstimate) -> str:
 def _heading(found: MemoryEstimate) -> str:
     result = found.result
     samples = result["samples"]
-    batch = "a batch" if samples is None else f"{samples} sample{'' if samples == 1 else 's'}"
+    batch = "a batch" if samples is None else counted(samples, "sample")
     where = result["device_name"] if result["device_name"] != "cpu" else "the CPU"
     return f"{found.recipe}: memory of each process. Rehearsed on {where} with {batch}."
 
@@ -121,12 +121,17 @@ def _notes(found: MemoryEstimate) -> list[str]:
 
 
 def _impossible(found: MemoryEstimate) -> list[str]:
-    reasons: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[tuple[str, str], list[int]] = {}
     for row in found.result["rows"]:
         if "impossible" in row:
             key = (row["strategy"], row["impossible"])
-            reasons.setdefault(key, []).append(str(row["processes"]))
+            reasons.setdefault(key, []).append(row["processes"])
     return [
-        f"Left out, {strategy} on {', '.join(numbers)} processes: {why.rstrip('.')}."
+        f"Left out, {strategy} on {_processes(numbers)}: {why.rstrip('.')}."
         for (strategy, why), numbers in reasons.items()
     ]
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    *others, last = map(str, sorted(numbers))
+    return ", ".join([*others, counted(int(last), "process")])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpkit.base import replacing, writing
 from ddpkit.launch import SlicePlan
 from ddpkit.run import rates_between
+from ddpkit.see.amounts import counted
+from ddpkit.see.json_file import write_json
 from ddpkit.see.lr_find.curve import LrCurve, Suggestion, smoothed
 from ddpkit.see.lr_find.request import LrFindRequest
 from ddpkit.see.orderly_end import ended_in_order
@@ -64,12 +64,7 @@ def run_lr_find(
 
 
 def _write(curve: LrCurve, request: LrFindRequest) -> None:
-    if request.json is not None:
-        text = json.dumps(curve.as_dict(), indent=1) + "\n"
-        with writing(f"--json={str(request.json)!r}"):
-            request.json.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(request.json) as unfinished:
-                unfinished.write_text(text, encoding="utf-8")
+    write_json(request.json, curve.as_dict())
     if request.plot is not None and curve.losses:
         from ddpkit.see.lr_find.plot import draw  # loads matplotlib
 
@@ -84,9 +79,8 @@ def report(curve: LrCurve) -> str:
     """
     found = curve.suggestion
     number = len(curve.losses)
-    who = "1 process" if curve.world_size == 1 else f"{curve.world_size} processes"
-    steps = f"{number} step{'' if number == 1 else 's'}"
-    lines = [f"{curve.recipe}, {steps} on {who}.", ""]
+    who = counted(curve.world_size, "process")
+    lines = [f"{curve.recipe}, {counted(number, 'step')} on {who}.", ""]
     if number:
         lines += [*_table(curve, found), ""]
     if ENDED[curve.ended]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpkit.errors import ConfigError
+from ddpkit.see.amounts import counted
 
 #: Way -> the run options that choose it. ``""`` is the recipe's own way, whatever its options say.
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -42,7 +43,7 @@ class Cell:
     def name(self) -> str:
         """The cell in words."""
         words = [self.way] if self.way else []
-        words.append(in_words(self.processes))
+        words.append(counted(self.processes, "process"))
         if self.way == "dp":
             words.append(f"{self.size} GPUs")
         return ", ".join(words)
@@ -51,16 +52,6 @@ class Cell:
     def run_options(self) -> dict[str, Any]:
         """The run options that make a recipe run like this."""
         return {**WAYS[self.way], **self.options}
-
-
-def in_words(processes: int) -> str:
-    """Say a number of processes.
-
-    Example:
-        >>> in_words(1), in_words(3)
-        ('1 process', '3 processes')
-    """
-    return f"{processes} process{'' if processes == 1 else 'es'}"
 
 
 def sizes_of(text: str) -> list[int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ddpkit.run import SliceResult
-from ddpkit.see.amounts import in_bytes
-from ddpkit.see.scale.cells import in_words
+from ddpkit.see.amounts import counted, in_bytes
 from ddpkit.see.scale.losses import (
     COMPUTING,
     earliest_rank,
@@ -39,11 +38,11 @@ def reason_of(row: Row) -> str:
     if row.efficiency > TOO_GOOD:
         return (
             f"{opening}: more than so many processes can give. Something has held "
-            f"{in_words(row.base.world_size)} back, such as other programs. Measure again."
+            f"{_processes(row.base)} back, such as other programs. Measure again."
         )
     if row.efficiency >= GOOD or losses.total <= 0:
         return f"{opening}, {row.word}. Nothing is lost that is worth a change."
-    base = in_words(row.base.world_size)
+    base = _processes(row.base)
     slower = f" Slower than {base}." if row.speed_up < 1 else ""
     return f"{opening}.{slower} {_CAUSES[losses.largest](row)}"
 
@@ -77,7 +76,7 @@ def _try_loader(row: Row) -> str:
         return "Try num_workers=2 or more in train_loader_kwargs."
     if row.slice.world_size / row.slice.nodes * (workers + 1) > row.slice.cores:
         return (
-            f"{in_words(row.slice.world_size)} with {workers} loader workers each share "
+            f"{_processes(row.slice)} with {workers} loader workers each share "
             f"{row.slice.cores} cores. Try cheaper loading, or data prepared beforehand."
         )
     return f"Try more than num_workers={workers}, or data prepared beforehand."
@@ -147,7 +146,7 @@ def _cores(row: Row) -> str:
     if has_fewer_threads(row):
         return (
             f"Forward and backward pass take {_slower(row):.1f}x as long per sample: each process "
-            f"has {_threads(result)}, and {in_words(row.base.world_size)} had {_threads(row.base)} "
+            f"has {_threads(result)}, and {_processes(row.base)} had {_threads(row.base)} "
             f"of the same {result.cores} cores. More processes give these cores nothing new to do. "
             "Try more machines, or a GPU."
         )
@@ -155,13 +154,17 @@ def _cores(row: Row) -> str:
     each = " each" if result.world_size > 1 else ""
     return (
         f"The processes wait {_percent(max(result.core_waits))} of the time for a core: "
-        f"{in_words(result.world_size)} with {_threads(result)}{workers}{each} on {result.cores} "
+        f"{_processes(result)} with {_threads(result)}{workers}{each} on {result.cores} "
         "cores. Try fewer processes, fewer loader workers, or more cores."
     )
 
 
+def _processes(result: SliceResult) -> str:
+    return counted(result.world_size, "process")
+
+
 def _threads(result: SliceResult) -> str:
-    return f"{result.threads} thread{'' if result.threads == 1 else 's'}"
+    return counted(result.threads, "thread")
 
 
 def _batch(row: Row) -> str:

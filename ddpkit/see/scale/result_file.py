@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpkit.base import replacing, writing
 from ddpkit.errors import ConfigError, MissingFileError
 from ddpkit.run import SliceResult
+from ddpkit.see.json_file import write_json
 
 FORMAT = "ddpkit scale 1"
 
@@ -57,10 +57,7 @@ def write_measurement(
         "failed": dict(measurement.failed),
         "slices": [slice_.as_dict() for slice_ in measurement.slices],
     }
-    with writing(f"--json={str(path)!r}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(path, values)
 
 
 def read_measurement(path: Path) -> Measurement:

@@ -104,6 +104,35 @@ def test_a_recipe_is_estimated_on_its_first_batch_and_nothing_of_it_stays(recipe
     assert left(run) == {"e.json"}
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ["--nproc=3", "--virtual_ranks=4"],
+            "Cannot run under virtual_ranks on 3 processes: 4 virtual ranks cannot be divided",
+        ),
+        (
+            ["--nproc=2", "--virtual_ranks=4", "--strategy=zero1"],
+            "Cannot run under virtual_ranks on 2 processes: virtual_ranks does not work with strat",
+        ),
+        (
+            ["--nproc=2", "--data_parallel_backend"],
+            "Cannot run under data_parallel on 2 processes: it is for one process.",
+        ),
+    ],
+)
+def test_what_cannot_run_is_an_error_also_without_a_known_memory(recipe, words, why):
+    command = ("-m", "ddpkit", "estimate", "train.py", "hparams.yaml", "--device=cpu")
+    run = recipe(*command, "--json=e.json", *words)
+    assert run.code == 1, run.out + run.err
+    assert why in run.out
+    assert "Fits" not in run.out
+    found = json.loads((run.folder / "e.json").read_text())
+    assert found["refusal"] in run.out
+    chosen = [row["strategy"] for row in found["rows"] + found["impossible"] if row["is_chosen"]]
+    assert chosen
+
+
 def test_the_option_of_a_recipe_says_the_same(recipe):
     words = ("--device=cpu", "--estimate=2,100kB", "--strategy=zero1")
     run = recipe("train.py", "hparams.yaml", *words)

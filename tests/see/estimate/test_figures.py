@@ -31,6 +31,16 @@ def row(strategy, processes, **changed):
     }
 
 
+def left_out(strategy, processes, why, *, is_chosen=False):
+    """What a strategy says that cannot run on so many processes."""
+    return {
+        "strategy": strategy,
+        "processes": processes,
+        "is_chosen": is_chosen,
+        "impossible": why,
+    }
+
+
 def estimate(memory=None, *, is_line=True, per_sample=1 * GB, processes=(2,), **changed):
     lines = {
         "fresh": {"fixed": 4 * GB, "per_sample": 0.5 * GB},
@@ -42,7 +52,7 @@ def estimate(memory=None, *, is_line=True, per_sample=1 * GB, processes=(2,), **
         row("ddp", 2),
         row("zero1", 2, optimizer=4 * GB, keeps_gradients=True, step_share=0.5),
         row("local_sgd", 2, weights=0.1 * GB),
-        {"strategy": "single", "processes": 2, "impossible": "it is for one process"},
+        left_out("single", 2, "it is for one process"),
     ]
     result = {
         "device": "cpu",
@@ -108,6 +118,39 @@ def test_a_strategy_that_the_options_refuse_is_not_advised():
             one["refused"] = "strategy=zero1 does not work with something."
     assert "zero1" not in advice(found)
     assert "! zero1, 2 processes: strategy=zero1 does not work with something." in report(found)
+
+
+@pytest.mark.parametrize("memory", [None, 48 * GB])
+@pytest.mark.parametrize("is_impossible", [True, False])
+def test_a_strategy_of_the_recipe_that_cannot_run_does_not_fit(memory, is_impossible):
+    found = estimate(memory)
+    rows = found.result["rows"]
+    if is_impossible:
+        rows[1] = left_out("ddp", 2, "3 samples cannot be divided.", is_chosen=True)
+    else:
+        rows[1]["refused"] = "3 samples cannot be divided."
+    said = advice(found)
+    assert said.startswith("Cannot run under ddp on 2 processes: 3 samples cannot be divided.")
+    assert "Fits" not in said
+    fits = "What runs, and fits: zero1 on 2 processes, 20.0 GB."
+    assert (fits in said) is (memory is not None)
+    assert found.as_dict()["refusal"] == "3 samples cannot be divided."
+
+
+def test_what_cannot_run_elsewhere_says_nothing_of_the_number_that_is_meant():
+    found = estimate(48 * GB, processes=(2, 3))
+    found.result["rows"].append(left_out("ddp", 3, "it cannot be", is_chosen=True))
+    assert advice(found).startswith("Fits under ddp on 2 processes")
+    assert found.as_dict()["refusal"] is None
+
+
+def test_what_is_left_out_is_counted():
+    rows = [left_out("odd", 1, "it is odd"), left_out("odd", 3, "it is odd")]
+    found = estimate()
+    found.result["rows"] += [*rows, left_out("alone", 1, "it is not there")]
+    said = report(found)
+    assert "Left out, odd on 1, 3 processes: it is odd." in said
+    assert "Left out, alone on 1 process: it is not there." in said
 
 
 def test_activations_that_are_most_of_it_can_be_computed_again():

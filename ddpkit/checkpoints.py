@@ -71,7 +71,8 @@ from ddpkit.checkpointing import (
     average_checkpoints,
     average_state_dicts,
     behind_link,
-    check_file_name,
+    check_checkpoint_name,
+    check_recoverable_name,
     checkpoint_work_on_main,
     ckpt_recency,
     fetch_on_each_machine,
@@ -322,7 +323,7 @@ class Checkpointer:
 
         Ranks: local; do it on every rank.
         """
-        check_file_name(name, "the name of a recoverable,")
+        check_recoverable_name(name)
         kinds = (torch.optim.Optimizer, torch.nn.Module)
         before = self.recoverables.get(name)
         if {
@@ -791,7 +792,7 @@ class Checkpointer:
         """
         hooks = {}
         for name, obj in self.recoverables.items():
-            check_file_name(name, "the name of a recoverable,")
+            check_recoverable_name(name)
             hooks[name] = self._hooks_of(name, obj)[0]
         for name in self.trained_only:
             obj = self.recoverables.get(name)
@@ -887,7 +888,7 @@ class Checkpointer:
         with self.around_save(end_of_epoch) as known:
             end_of_epoch = end_of_epoch if known is None else known
             if name is not None:
-                check_file_name(name, "the name of a checkpoint,")
+                check_checkpoint_name(name)
             hooks, epoch = self.require_hooks(), self.tell_epoch()
             trained = self._parts_trained()
             objects = {**self.recoverables, **trained}
@@ -963,7 +964,8 @@ class Checkpointer:
         if save.shards is not None and not (failures or if_main_process()):
             copy = self._memory.take if self.asynchronous else None
             save.shards.write(staging, final, self._background, copy)
-        return self._on_main(
+        # what was begun before is done; the shards that are being written keep no rank waiting
+        return checkpoint_work_on_main(
             folder.attempt,
             folder.finish,
             save,

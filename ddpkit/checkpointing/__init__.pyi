@@ -87,7 +87,8 @@ from ddpkit.checkpointing.save_report import (
 )
 from ddpkit.checkpointing.save_request import (
     SaveRequest as SaveRequest,
-    check_file_name as check_file_name,
+    check_checkpoint_name as check_checkpoint_name,
+    check_recoverable_name as check_recoverable_name,
 )
 from ddpkit.checkpointing.selection import (
     ImportanceKey as ImportanceKey,

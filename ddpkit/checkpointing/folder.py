@@ -192,7 +192,7 @@ class CheckpointFolder:
         """
         with contextlib.ExitStack() as releasing:
             releasing.callback(self.lock.release)
-            with cleaned_on_error(staging, final):
+            with self._cleaned(save, staging, final):
                 if failures:
                     raise CheckpointError(failures)
                 checkpoint, states, is_copy = self._collect(save, staging, final)
@@ -278,7 +278,7 @@ class CheckpointFolder:
         """
         final = checkpoint.path
         digests = {}
-        with cleaned_on_error(staging, final, state_bytes(states)):
+        with self._cleaned(save, staging, final, state_bytes(states)):
             for name, state in states.items():
                 if name in {SKELETONS, ROWS}:
                     continue
@@ -308,6 +308,23 @@ class CheckpointFolder:
         finally:
             self._tell(save, checkpoint, stood_still, retained)
         return checkpoint
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _cleaned(
+        save: SaveRequest,
+        staging: Path,
+        final: Path,
+        bytes_needed: int = 0,
+    ) -> Iterator[None]:
+        """Remove the directory if the block raises; first the ranks are told that look for it."""
+        with cleaned_on_error(staging, final, bytes_needed):
+            try:
+                yield
+            except BaseException as error:
+                if save.shards is not None:
+                    save.shards.give_up(staging, error)
+                raise
 
     def _before_rename(self, staging: Path, name: str) -> None:
         self.lock.require()

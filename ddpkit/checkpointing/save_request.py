@@ -7,40 +7,78 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ddpkit.base import SaveHook
-from ddpkit.checkpointing.checkpoint import END_OF_EPOCH, SAVED_AT, as_number
+from ddpkit.checkpointing.checkpoint import (
+    DIRECTORY_PREFIX,
+    END_OF_EPOCH,
+    SAVED_AT,
+    SUFFIX,
+    as_number,
+)
 from ddpkit.checkpointing.hook_lookup import saves_on_every_rank
 from ddpkit.checkpointing.save_report import SaveReport
 from ddpkit.checkpointing.selection import Retention
+from ddpkit.checkpointing.shard_files import shard_path
 from ddpkit.checkpointing.shard_saving import ShardSaving
+from ddpkit.checkpointing.storage import REPLACED_PREFIX
 from ddpkit.errors import CheckpointError, ConfigError
 
-LONGEST_NAME = 240  # bytes: file systems allow 255, and ".trash-of-CKPT+" takes 15
+LONGEST_FILE = 255  # bytes, on all usual file systems
+LONGEST_CHECKPOINT = LONGEST_FILE - len(f"{REPLACED_PREFIX}{DIRECTORY_PREFIX}+")
+MOST_RANKS = 999_999
+# of its files, shards have the longest names
+LONGEST_RECOVERABLE = LONGEST_FILE - len(shard_path(Path(SUFFIX), MOST_RANKS, MOST_RANKS).name)
 
 
-def check_file_name(name: Any, what: str) -> None:
-    """Refuse a name that cannot be a file's.
+def check_recoverable_name(name: Any) -> None:
+    """Refuse a name that cannot be that of a recoverable's files.
 
     Args:
-        name: the intended file name.
-        what: the named object, for the message.
+        name: the intended name.
 
     Raises:
         ConfigError: not a string, empty, too long, or a path out of the folder.
 
     Example:
-        >>> check_file_name("../model", "the name of a recoverable,")
+        >>> check_recoverable_name("../model")
         Traceback (most recent call last):
         ddpkit.errors.ConfigError: the name of a recoverable, '../model' cannot become a file name:
         give a text ...
     """
+    _check_file_name(name, "the name of a recoverable,", LONGEST_RECOVERABLE)
+
+
+def check_checkpoint_name(name: Any) -> None:
+    """Refuse a name that cannot be that of a checkpoint.
+
+    Args:
+        name: the intended name.
+
+    Raises:
+        ConfigError: not a string, empty, too long, or a path out of the folder.
+
+    Example:
+        >>> check_checkpoint_name("../best")
+        Traceback (most recent call last):
+        ddpkit.errors.ConfigError: the name of a checkpoint, '../best' cannot become a file name:
+        give a text ...
+    """
+    _check_file_name(name, "the name of a checkpoint,", LONGEST_CHECKPOINT)
+
+
+def _check_file_name(
+    name: Any,
+    what: str,
+    longest: int,
+) -> None:
     is_name = isinstance(name, str) and not any(part in name for part in ("/", "\\", "\0", ".."))
-    if not is_name or not 0 < len(os.fsencode(name)) <= LONGEST_NAME:
+    if not is_name or not 0 < len(os.fsencode(name)) <= longest:
         raise ConfigError(
-            f"{what} {str(name)[:40]!r} cannot become a file name: give a text of 1 to "
-            f"{LONGEST_NAME} bytes without a slash, a backslash and '..'."
+            f"{what} {str(name)[:40]!r} cannot become a file name: give a text of 1 to {longest} "
+            "bytes without a slash, a backslash and '..'."
         )
 
 

@@ -20,6 +20,7 @@ from ddpkit.checkpointing.checkpoint import SUFFIX
 from ddpkit.checkpointing.hooks import write_loadable
 from ddpkit.checkpointing.shard_files import ShardReport, shard_path, sharded_file
 from ddpkit.checkpointing.shard_writing import (
+    LOOK_SECONDS,
     NOT_SHARED,
     await_path,
     from_text,
@@ -47,7 +48,6 @@ logger = get_logger(__name__)
 
 SHORTEST_NAP_SECONDS = 0.01
 LONGEST_NAP_SECONDS = 0.2
-LOOK_SECONDS = 0.5  # between two questions whether the rank that is awaited is alive
 WARN_SECONDS = 60.0  # of a wait for another rank
 # for the shards of all others together, once a rank has failed; exits wait for 25
 FAILED_SECONDS = 15.0
@@ -59,6 +59,7 @@ ENDED = (
     "it has ended and has not told that its shard of the checkpoint is written. Look for the "
     "reason in its output."
 )
+GIVEN_UP = "rank 0 has given the checkpoint up: {}"
 LOST = "the connection to the store is lost, over which the ranks tell that shards are written: {}"
 
 
@@ -207,6 +208,22 @@ class ShardSaving:
             digests[path] = write_loadable(sharded_file(skeleton, own), path)
         return digests
 
+    def give_up(
+        self,
+        staging: Path,
+        error: BaseException,
+    ) -> None:
+        """Tell the other ranks that the main process will never finish the save, before the
+        directory goes: they look for it no longer.
+
+        Args:
+            staging: the directory.
+            error: why.
+        """
+        is_said = isinstance(error, CheckpointError)
+        text = str(error) if is_said else f"{type(error).__name__}: {error}"
+        get_runtime().report.note(_end_name(staging), text)
+
     def _reports(
         self,
         staging: Path,
@@ -240,7 +257,34 @@ class ShardSaving:
     ) -> dict[str, ShardReport]:
         first_rows = {name: state.first_rows for name, state in self.states.items()}
         with EXIT_DELAY.held(), POSITION.no_limit():
-            return write_shards(staging, rows, first_rows, get_rank() or 0, get_world_size())
+            return write_shards(
+                staging,
+                rows,
+                first_rows,
+                get_rank() or 0,
+                get_world_size(),
+                functools.partial(_require_main, staging),
+            )
+
+
+def _require_main(staging: Path) -> None:
+    """Make sure that the main process still goes on with a save.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    report = get_runtime().report
+    text = report.noted(_end_name(staging))
+    if text is not None:
+        raise CheckpointError(GIVEN_UP.format(text))
+    # this process may end only after its write: it must not wait for what never comes
+    failure = report.first_failure()
+    if failure is not None:
+        raise CheckpointError(failure.summary())
+    if report.store_is_lost:
+        raise CheckpointError(LOST.format(report.lost_by))
+    if report.departed([0]):
+        raise CheckpointError(GIVEN_UP.format("it has ended"))
 
 
 def _tell(staging: Path, text: str) -> None:
@@ -250,6 +294,10 @@ def _tell(staging: Path, text: str) -> None:
 
 def _note_name(staging: Path, rank: int) -> str:
     return f"shards/{staging.name}/{rank}"
+
+
+def _end_name(staging: Path) -> str:
+    return f"shards/{staging.name}/given up"
 
 
 class NoteWait:

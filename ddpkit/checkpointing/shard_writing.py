@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from ddpkit.base import host_name
+from ddpkit.base import do_nothing, host_name
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.checkpoint import SUFFIX
 from ddpkit.checkpointing.safetensors_format import NAMES, blocks_of, layout_of
@@ -16,11 +16,12 @@ from ddpkit.checkpointing.shard_files import ShardReport, shard_path
 from ddpkit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 VISIBLE_SECONDS = 30.0  # for a directory of another machine: NFS looks anew after that at most
 NAP_SECONDS = 0.01
+LOOK_SECONDS = 0.5  # between two questions whether a wait still has a reason
 NOT_SHARED = (
     "{} is not there on {}, {:.0f} s after another rank has made it. Each rank writes its own "
     "shard of a checkpoint, so all machines must share the folder: give one on a file system that "
@@ -34,6 +35,7 @@ def write_shards(
     first_rows: Mapping[str, Mapping[str, int]],
     number: int,
     count: int,
+    look: Callable[[], object],
 ) -> dict[str, ShardReport]:
     """Write this rank's shards; they are on the disk at the return.
 
@@ -43,6 +45,8 @@ def write_shards(
         first_rows: numbers of the first of them, likewise.
         number: of this rank.
         count: number of ranks.
+        look: is called now and then while the directory is not seen; raises a CheckpointError
+            where it will never be.
 
     Returns:
         What is told of each, by recoverable.
@@ -52,7 +56,7 @@ def write_shards(
 
     Ranks: local.
     """
-    await_path(staging, NOT_SHARED)
+    await_path(staging, NOT_SHARED, look=look)
     reports = {}
     for name, tensors in rows.items():
         path = shard_path(staging / f"{name}{SUFFIX}", number, count)
@@ -106,20 +110,27 @@ def _as_known(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
-def await_path(path: Path, words: str, size: int | None = None) -> None:
+def await_path(
+    path: Path,
+    words: str,
+    size: int | None = None,
+    look: Callable[[], object] = do_nothing,
+) -> None:
     """Wait, for a limited time, until what another rank has written is seen here.
 
     Args:
         path: of a file or a directory.
         words: of the error: with places for the path, this machine, and the seconds.
         size: that the file has; None: any.
+        look: is called now and then; may raise a CheckpointError.
 
     Raises:
         CheckpointError: it is not seen.
 
     Ranks: local.
     """
-    end = time.monotonic() + VISIBLE_SECONDS
+    next_look = begin = time.monotonic()
+    end = begin + VISIBLE_SECONDS
     while True:
         try:
             is_there = path.stat().st_size == size or size is None
@@ -127,7 +138,11 @@ def await_path(path: Path, words: str, size: int | None = None) -> None:
             is_there = False
         if is_there:
             return
-        if time.monotonic() > end:
+        now = time.monotonic()
+        if now >= next_look:
+            next_look = now + LOOK_SECONDS
+            look()
+        if now > end:
             raise CheckpointError(words.format(path, host_name(), VISIBLE_SECONDS))
         time.sleep(NAP_SECONDS)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
 import re
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.base import FailureReport, Reason
-from ddpkit.checkpointing import shard_saving, shard_writing
+from ddpkit.checkpointing import folder as folder_module, shard_saving, shard_writing
 from ddpkit.comm import get_runtime
 from ddpkit.distributed import get_rank
 from ddpkit.errors import CheckpointError
@@ -240,6 +242,80 @@ def test_a_folder_that_the_nodes_do_not_share_is_named(ranks, tmp_path):
         assert left == []
 
 
+LONGEST = 110 * "ä"  # in bytes 220
+
+
+def save_long_names(folder):
+    """Save under the longest names, as another step, and load it."""
+    run = ShardedRun()
+    checkpointer = run.checkpointer(folder)
+    checkpointer.recoverables[LONGEST] = checkpointer.recoverables.pop("model")
+    checkpointer.divided_states = lambda objects: {LONGEST: run.divided_states(objects)["model"]}
+    run.stamp(3)
+    path = checkpointer.save_checkpoint(name=240 * "c").path
+    run.stamp(4)
+    assert checkpointer.recover_if_possible() is not None
+    return run.step(), [name for name in names(path) if "-shard-" in name]
+
+
+def test_the_longest_names_are_those_of_files_in_shards(ranks, tmp_path):
+    for step, shards in ranks.run(save_long_names, tmp_path):
+        assert step == 3
+        assert shards == [f"{LONGEST}-shard-{rank}-of-2.safetensors" for rank in range(SIZE)]
+
+
+def save_what_the_main_process_cannot(folder, mode, moment):
+    """Save in vain: the main process fails before rank 1 looks for the directory. Return what each
+    says, and for how long rank 1 was in it.
+    """
+    run = ShardedRun()
+    checkpointer = run.checkpointer(folder, mode)
+    write = shard_saving.ShardSaving.write_and_tell
+    seconds = [0.0]
+
+    def write_late(saving, staging, rows):
+        end = time.monotonic() + SECONDS
+        while staging.exists():
+            assert time.monotonic() < end, "the main process has not failed"
+            time.sleep(0.01)
+        begin = time.monotonic()
+        write(saving, staging, rows)
+        seconds[0] = time.monotonic() - begin
+
+    fails = mock.Mock(side_effect=ValueError("it is not to be"))
+    with contextlib.ExitStack() as patches:
+        if get_rank():
+            patches.enter_context(
+                mock.patch.object(shard_saving.ShardSaving, "write_and_tell", write_late)
+            )
+            told = patches.enter_context(
+                mock.patch.object(shard_saving, "_tell", wraps=shard_saving._tell)
+            )
+        else:
+            patches.enter_context(mock.patch.object(folder_module, moment, fails))
+        with pytest.raises(CheckpointError) as caught:
+            save(run, checkpointer, 1)
+    words = told.call_args.args[1] if get_rank() else ""
+    return str(caught.value), words, seconds[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("moment", ["run_savers", "write_state"])
+def test_a_main_process_that_fails_keeps_no_rank_waiting(tmp_path, mode, moment):
+    with RankPool(timeout=90) as pool:
+        main, other = pool.run(
+            save_what_the_main_process_cannot,
+            tmp_path,
+            mode,
+            moment,
+            world_size=SIZE,
+        )
+    assert "it is not to be" in main[0]
+    assert re.search(r"failed rank 0 has given the checkpoint up: .*it is not to be", other[1])
+    assert other[2] < shard_writing.VISIBLE_SECONDS / 3
+    assert names(tmp_path) == []
+
+
 def departs(folder):
     """Save as rank 0, where rank 1 has come to its end while it wrote."""
     run = ShardedRun()
@@ -300,6 +376,32 @@ def test_a_rank_that_is_stopped_before_it_writes_is_not_waited_for_without_end(t
         main.err,
     ), main.err
     assert names(tmp_path / "saved") == []
+
+
+def save_while_training_goes_on(folder):
+    """Save where no rank writes before the training goes on there; return what is then found."""
+    run = ShardedRun()
+    checkpointer = run.checkpointer(folder, "async")
+    goes_on = threading.Event()
+    was_awaited = []
+    write = shard_saving.write_shards
+
+    def write_late(*args):
+        was_awaited.append(not goes_on.wait(10))
+        return write(*args)
+
+    with mock.patch.object(shard_saving, "write_shards", write_late):
+        run.stamp(1)
+        checkpointer.save_checkpoint(meta={"step": 1})
+        goes_on.set()
+        run.stamp(2)  # what is written is a copy
+        checkpointer.wait()
+    dist.barrier()
+    return was_awaited, steps_of(folder)
+
+
+def test_no_rank_waits_for_a_shard_that_is_written_in_the_background(ranks, tmp_path):
+    assert ranks.run(save_while_training_goes_on, tmp_path) == SIZE * [([False], [1])]
 
 
 def save_what_cannot_be_copied(folder):

@@ -399,7 +399,7 @@ def test_what_a_link_in_a_checkpoint_leads_to_is_read_but_never_written(
 
 @pytest.mark.parametrize(
     "name",
-    ["../../outside/secret", "..", "/etc/passwd", "a/b", "a\\b", "", "a\0b"],
+    ["../../outside/secret", "..", "/etc/passwd", "a/b", "a\\b", "", "a\0b", 221 * "n", 111 * "ä"],
 )
 def test_a_recoverable_whose_name_leaves_the_folder(checkpointer, outside, name):
     with pytest.raises(ConfigError, match="cannot become a file name"):

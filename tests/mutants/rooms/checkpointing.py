@@ -11,6 +11,8 @@ ASYNC = "tests/checkpointing/test_async_save.py tests/checkpointing/test_async_s
 HOOKS = "tests/checkpointing/test_hooks.py"
 TRAINED = "tests/contract/test_trained_only.py"
 RANKS = "tests/ranks/test_checkpoints.py"
+SHARD_FILES = "tests/checkpointing/test_shard_files.py"
+SHARDED = "tests/checkpointing/test_sharded_saves.py"
 
 FAULTS = in_room(
     "checkpointing",
@@ -382,6 +384,78 @@ FAULTS = in_room(
             "if failures:\n    raise CheckpointError(failures)",
             "pass",
             f"{CHECKPOINTER} {RANKS}",
+        ),
+        Fault(
+            "a shard is not synced before the main process is told of it",
+            "_write",
+            "storage.FILES.sync_file(path)",
+            "pass",
+            f"{SHARDED} -k death_of_a_rank",
+        ),
+        Fault(
+            "a checkpoint is committed without the shards of ranks that could not write",
+            "ShardSaving.finish",
+            "if failures: raise CheckpointError('; '.join(failures))",
+            "pass",
+            f"{SHARDED} -k cannot_write",
+        ),
+        Fault(
+            "ranks look for a directory that the main process has given up",
+            "CheckpointFolder._cleaned",
+            "save.shards.give_up(staging, error)",
+            "pass",
+            f"{SHARDED} -k keeps_no_rank_waiting",
+        ),
+        Fault(
+            "training waits for shards that are written in the background",
+            "Checkpointer._save_on_every_rank",
+            "return checkpoint_work_on_main("
+            "folder.attempt, folder.finish, save, staging, final, failures)",
+            "return self._on_main(folder.attempt, folder.finish, save, staging, final, failures)",
+            f"{SHARDED} -k no_rank_waits",
+        ),
+        Fault(
+            "names of recoverables are as long as those of checkpoints",
+            "LONGEST_RECOVERABLE",
+            "LONGEST_FILE - len(shard_path(Path(SUFFIX), MOST_RANKS, MOST_RANKS).name)",
+            "LONGEST_CHECKPOINT",
+            "tests/faults/test_hostile_checkpoints.py -k leaves_the_folder",
+        ),
+        Fault(
+            "what is read of a shard is not compared with its digest",
+            "_Shard._read_piece",
+            "hashlib.sha256(target).digest() != self.digests[number]",
+            "False",
+            SHARD_FILES,
+        ),
+        Fault(
+            "the size of a shard is not looked at",
+            "_Shard.require_size",
+            "size != self.size",
+            "False",
+            SHARD_FILES,
+        ),
+        Fault(
+            "the first rows of a shard are read for any of its rows",
+            "InShards.ranges",
+            "row.place + (first - row.first) * self._row_bytes",
+            "row.place",
+            SHARD_FILES,
+        ),
+        Fault(
+            "the rows of all ranks are the first ones",
+            "_take_apart",
+            "first_rows[key] = first_row(value)",
+            "first_rows[key] = 0",
+            "tests/ranks/test_fsdp.py -k 'three_sizes or same_bits'",
+        ),
+        Fault(
+            "a rank that has ended is waited for until the heartbeat finds it",
+            "NoteWait._require_alive",
+            "bool(report.departed([rank])) and report.noted(name) is None",
+            "False",
+            f"{SHARDED} -k without_a_word",
+            hangs=True,
         ),
     ],
 )

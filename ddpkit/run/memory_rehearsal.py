@@ -33,6 +33,7 @@ from ddpkit.run.step_plan import sizes_in_run
 from ddpkit.strategies import (
     RehearsedRun,
     check_strategy,
+    chosen_by_own_option,
     chosen_for,
     new_strategy,
     registered,
@@ -309,10 +310,14 @@ class MemoryRehearsal(Passes):
         """Return what each strategy says of each number of processes."""
         rows: list[dict[str, Any]] = []
         unknown: list[str] = []
-        given = self._context.options.strategy
+        options = self._options()
+        given = options.strategy
         names: dict[str, Any] = {name: name for name in registered()}
+        chosen_by = chosen_by_own_option(options)
         if not isinstance(given, str) or given not in (*names, "auto"):
             names[given if isinstance(given, str) else repr(given)] = given
+        elif chosen_by and given in registered()[chosen_by].together:
+            names[f"{chosen_by}+{given}"] = registered()[chosen_by].together[given]
         for name, value in names.items():
             found = [
                 self._row(name, value, processes)
@@ -333,7 +338,8 @@ class MemoryRehearsal(Passes):
     ) -> dict[str, Any] | None:
         """Return what a strategy says of a number of processes; None: it does not know."""
         options = self._options()
-        is_chosen = name == chosen_for(options, processes)
+        said = value if isinstance(value, str) else name
+        is_chosen = said == chosen_for(options, processes)
         row: dict[str, Any] = {
             "strategy": name,
             "processes": processes,

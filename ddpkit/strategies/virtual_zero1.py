@@ -22,6 +22,7 @@ from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.strategies.zero1 import (
     CANNOT_DIVIDE,
     DividedOptimizers,
+    dealt_memory,
     require_divisible,
     whole_states,
 )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
+    from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
     from ddpkit.training import Accumulation
 
 DRAWS = "It draws random numbers in its step, for the parameters that a process has."
@@ -86,6 +88,16 @@ class VirtualZero1(VirtualRanks):
                 _Drawing(name, optimizer)
         if get_world_size() > 1:
             self._optimizers.divide(optimizers)
+
+    def rank_memory(self, run: RehearsedRun) -> RankMemory:
+        """Return the memory as with virtual ranks, with the states that the process with the most
+        of them owns.
+
+        Raises:
+            ConfigError: the virtual ranks cannot be divided over so many processes.
+        """
+        whole = super().rank_memory(run)
+        return dealt_memory(whole, run) if run.processes > 1 else whole
 
     def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the whole states of the optimizers among some objects."""

@@ -96,6 +96,40 @@ def is_packed(parameter: torch.Tensor) -> bool:
     return not parameter.is_contiguous() or bytes_in(parameter) < PACKED_BELOW
 
 
+def dealt_memory(
+    whole: RankMemory,
+    run: RehearsedRun,
+) -> RankMemory:
+    """Return the memory of the rank that owns the most of the optimizers' state.
+
+    Args:
+        whole: of a rank that owns all of it.
+        run: that was rehearsed.
+    """
+    ranks = range(run.processes)
+    loads = [0 for _ in ranks]
+    owners: dict[torch.Tensor, int] = {}
+    for optimizer in run.optimizers.values():
+        trained = dict.fromkeys(parameters_of([optimizer]))
+        owners |= deal([weight for weight in trained if weight not in owners], loads)
+    states = [0.0 for _ in ranks]
+    for parameter, value in run.states():
+        states[owners[parameter]] += bytes_in(value)
+    # as much as it steps does an optimizer allocate in its step
+    stepped = [0.0 for _ in ranks]
+    for parameter, size in run.gradients.items():
+        stepped[owners.get(parameter, 0)] += size
+    packed = sum(bytes_in(parameter) for parameter in owners if is_packed(parameter))
+    return dataclasses.replace(
+        whole,
+        optimizer=max(states),
+        exchange=whole.exchange + packed,
+        after_backward=whole.after_backward + packed,
+        in_step=whole.in_step + packed,
+        step_share=max(stepped) / (sum(stepped) or 1.0),
+    )
+
+
 class DividedOptimizer:
     """Has each rank step its own part of an optimizer's parameters, and keep the state of that
     part.
@@ -468,29 +502,7 @@ class Zero1(DDP):
         """Return the memory as under DDP, with the states that the rank with the most of them
         owns, and the buffers in which small parameters travel.
         """
-        whole = super().rank_memory(run)
-        ranks = range(run.processes)
-        loads = [0 for _ in ranks]
-        owners: dict[torch.Tensor, int] = {}
-        for optimizer in run.optimizers.values():
-            trained = dict.fromkeys(parameters_of([optimizer]))
-            owners |= deal([weight for weight in trained if weight not in owners], loads)
-        states = [0.0 for _ in ranks]
-        for parameter, value in run.states():
-            states[owners[parameter]] += bytes_in(value)
-        # as much as it steps does an optimizer allocate in its step
-        stepped = [0.0 for _ in ranks]
-        for parameter, size in run.gradients.items():
-            stepped[owners.get(parameter, 0)] += size
-        packed = sum(bytes_in(parameter) for parameter in owners if is_packed(parameter))
-        return dataclasses.replace(
-            whole,
-            optimizer=max(states),
-            exchange=whole.exchange + packed,
-            after_backward=whole.after_backward + packed,
-            in_step=whole.in_step + packed,
-            step_share=max(stepped) / (sum(stepped) or 1.0),
-        )
+        return dealt_memory(super().rank_memory(run), run)
 
     def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the whole states of the optimizers among some objects; on the CPU, but for rank

@@ -118,7 +118,7 @@ def test_names_that_leave_the_folder_are_refused(checkpointer, tmp_path, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["a" * 240, "é" * 120, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."],
+    ["a" * 220, "é" * 110, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."],
 )
 def test_any_other_name_will_do(tmp_path, name):
     checkpointer = Checkpointer(tmp_path, {name: Value(3), f"{name[:100]}x": nn.Linear(1, 1)})

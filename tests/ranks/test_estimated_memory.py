@@ -13,6 +13,7 @@ CASES = {
     "fsdp by blocks": {"strategy": "fsdp", "fsdp_blocks": ["Block"]},
     "local_sgd": {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 1},
     "virtual_ranks": {"virtual_ranks": 4},
+    "virtual_ranks+zero1": {"virtual_ranks": 4, "strategy": "zero1"},
     "ddp accumulates": {"grad_accumulation_factor": 2, "ema_decay": 0.9},
     "ddp copies": {"gradient_as_bucket_view": False},
 }

@@ -89,6 +89,19 @@ class DealtBatchSampler(RankBatchSampler):
             self._repeats = [count_repeats(indices, seen) for indices in self._draw()]
         return self._own(self._repeats, batch)
 
+    def samples_of_all(self, first: int, last: int) -> list[Any]:
+        """Return the indices of the samples of batches ``first`` to ``last - 1`` of all ranks, in
+        the order of the user's batches: they depend on no number of ranks.
+        """
+        size = self.world_size * self.shards
+        start = first // self.shards * size
+        stop = last // self.shards * size
+        batches = self._draw()[start:stop]
+        found: list[Any] = []
+        for indices in batches:
+            found += indices
+        return found
+
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""
         rounds, rest = divmod(len(self._draw()), self.world_size * self.shards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -169,6 +169,25 @@ class PlannedBatchSampler(RankBatchSampler):
         if self._repeats is None:
             self._repeats = count_repeats(self._draw(), {})
         return self._repeats[slice(*self._share(self.plan, batch))]
+
+    def samples_of_all(self, first: int, last: int) -> list[Any]:
+        """Return the indices of the samples of batches ``first`` to ``last - 1`` of all ranks, in
+        the epoch's order: they depend on no number of ranks.
+        """
+        plan = self.plan
+        start = plan.done_before(first // self.shards)
+        stop = plan.done_before(last // self.shards)
+        order = Order(
+            plan.num_samples,
+            self.seed,
+            self.epoch,
+            shuffle=self.shuffle,
+        )
+        indices = order.indices(start, stop)
+        if isinstance(self.source, int):
+            return indices
+        drawn = self._draw()
+        return [drawn[index] for index in indices]
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in an epoch."""

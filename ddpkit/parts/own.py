@@ -25,13 +25,16 @@ ORDER = (
         "ddpkit.parts.memory_snapshots",
         "MemorySnapshots",
     ),
+    # after what else may change weights
+    (("hash_every",), "ddpkit.parts.hash_chain", "HashChain"),
     # last: what the others leave behind after a step is garbage, too
     (("gc_interval",), "ddpkit.parts.garbage_collection", "GarbageCollection"),
 )
 
 
 class OwnPart(Part):
-    """A part of the library that an option asks for. It has no state, and no row of its own.
+    """A part of the library that an option asks for. It has no row of its own, and registers
+    with the checkpointer what is saved of it.
 
     Ranks: all; every rank has the same options.
     """

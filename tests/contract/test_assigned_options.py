@@ -36,6 +36,7 @@ VALUES = {
     "shard_evaluation": (True, {}),
     "check_parity": (2, {}),
     "gc_interval": (2, {}),
+    "hash_every": (2, {}),
     "measure_steps": ("all", {}),
     "count_flops": (True, {}),
     "log_config": ("log.yaml", {}),
@@ -133,6 +134,7 @@ UNSEEN = {
     *("tqdm_colored_bar", "tqdm_barcolor", "prefetch_to_device", "auto_micro_batch", "param_file"),
     *("skip_nonfinite_grads", "nonfinite_patience", "reference_batch_size", "resume"),
     *("data_parallel_count", "jit", "jit_module_keys", "memory_snapshot_on_oom", "measure_steps"),
+    "hash_every",  # in the log
     "count_flops",
 }
 #: These end the process, take long, start others or need files: they are seen in tests of

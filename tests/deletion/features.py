@@ -93,6 +93,16 @@ TABLE = (
         users=("ddpkit/parts/kubeflow_progress.py",),
     ),
     Feature(
+        "ddpkit/parts/hash_chain.py",
+        r"hash_(every|chain)|HashChain",
+        tests=(*_AROUND, "tests/parts/test_hash_chain.py", "tests/ranks/test_hash_chain.py"),
+    ),
+    Feature(  # digests of tensors, of which the chain is made
+        "ddpkit/parts/state_digests.py",
+        r"state_digests|StateDigests",
+        users=("ddpkit/parts/hash_chain.py",),
+    ),
+    Feature(
         "ddpkit/parts/learning_rate_scaling.py",
         r"lr[_-]scal|LrScaling|LearningRateScaling|plateau-and-vectors|scales_rate=True",
         tests=(*_AROUND, "tests/contract/test_lr_scaling.py", "tests/ranks/test_lr_scaling.py"),

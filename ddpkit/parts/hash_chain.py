@@ -1,0 +1,287 @@
+"""A chain of SHA-256 over the steps of a run, with the option ``hash_every``.
+
+Each record has digests of the weights, the optimizers' states and the samples of a step, and one
+of these and of the record before. So who has the last record of a run can tell that no earlier one
+was changed; and two runs with equal records have made the same steps, whoever has run them, and
+where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.data import inner_loader
+from ddpkit.dataloader import plan_of
+from ddpkit.distributed import if_main_process
+from ddpkit.errors import ConfigError
+from ddpkit.logger import get_logger
+from ddpkit.parts.own import OwnPart
+from ddpkit.parts.state_digests import StateDigests, by_module, combined
+from ddpkit.train_logger import run_event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from typing_extensions import Self
+
+    from ddpkit.training import RunContext
+
+logger = get_logger(__name__)
+
+RECOVERABLE = "part-HashChain"
+
+BEGINS_LATE = (
+    "hash_every: the run goes on at optimizer step %d, and its checkpoint has no chain of hashes. "
+    "A new chain begins."
+)
+DOES_NOT_FIT = (
+    "hash_every: %s are not those that the chain has for optimizer step %d. Something has changed "
+    "the checkpoint, or changes what is recovered of it. The chain goes on; the records after it "
+    "are of another training."
+)
+IN_WORDS = {"weights": "the weights", "optimizer": "the optimizers' states"}
+TAKEN = (
+    "hash_every keeps the chain in checkpoints as {!r}, and the checkpointer saves {} under this "
+    "name. Give that another name."
+)
+
+
+class HashChain(OwnPart):
+    """Records SHA-256 of weights, optimizers and samples after every so many optimizer steps.
+
+    Args:
+        context: of the run.
+        every: optimizer steps from one record to the next.
+
+    Ranks: all; tensors that are divided over the ranks are gathered, one at a time.
+
+    State: the last link of the chain, in checkpoints.
+
+    Example:
+        >>> HashChain(None, 100).state_dict()
+        {'step': 0, 'chain': '', 'weights': '', 'optimizer': ''}
+    """
+
+    def __init__(self, context: Any, every: int) -> None:
+        self.context = context
+        self.every = every
+        self._optimizers: Mapping[str, Any] = {}
+        self._gradients: dict[str, str] = {}
+        self._last: dict[str, Any] = {
+            "step": 0,
+            "chain": "",
+            "weights": "",
+            "optimizer": "",
+        }
+
+    @classmethod
+    def of_run(cls, context: RunContext) -> Self:
+        """Make it of ``hash_every``."""
+        return cls(context, context.options["hash_every"])
+
+    # ------------------------------------------------------------------ in a checkpoint
+
+    @contextlib.contextmanager
+    def around_fit(self, brain: Any) -> Iterator[None]:
+        """Have checkpoints hold the chain, also that of an earlier call of ``fit``."""
+        checkpointer = brain.checkpointer
+        if checkpointer is not None:
+            before = checkpointer.recoverables.get(RECOVERABLE)
+            if isinstance(before, HashChain):
+                self.load_state_dict(before.state_dict())
+            elif before is not None:
+                raise ConfigError(TAKEN.format(RECOVERABLE, type(before).__name__))
+            checkpointer.add_recoverable(RECOVERABLE, self, optional_load=True)
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last link of the chain."""
+        return dict(self._last)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a chain."""
+        self._last = dict(state)
+
+    def on_fit_start(self, brain: Any) -> None:
+        """Compare what was recovered with the chain, where the two are of the same step."""
+        step = brain.optimizer_step
+        last = self._last
+        if not last["step"]:
+            if step:
+                logger.warning(BEGINS_LATE, step)
+            return
+        if last["step"] != step:
+            return
+        digests = self._digests(brain)
+        found = {
+            "weights": digests.weights(),
+            "optimizer": digests.states(),
+        }
+        if not if_main_process():
+            return
+        differ = []
+        for name, values in found.items():
+            if combined(values) != last[name]:
+                differ.append(IN_WORDS[name])
+        if differ:
+            logger.warning(DOES_NOT_FIT, " and ".join(differ), step)
+
+    # ------------------------------------------------------------------ in a step
+
+    def on_optimizers_made(self, brain: Any, optimizers: Mapping[str, Any]) -> None:
+        """Note the optimizers, whose states are hashed."""
+        self._optimizers = {}
+        for name, optimizer in optimizers.items():
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._optimizers[name] = optimizer
+
+    def on_gradients(self, brain: Any) -> None:
+        """Hash the gradients of a step that gets a record."""
+        made = brain.optimizer_step
+        # a window in which an optimizer has stepped already is counted
+        is_open = made % self.every == 0 and made != self._last["step"] and self._gradients
+        if is_open or (made + 1) % self.every == 0:
+            self._gradients |= self._digests(brain).gradients()
+
+    def after_step(self, brain: Any) -> None:
+        """Make a record after every so many steps."""
+        if brain.optimizer_step % self.every == 0:
+            self._record(brain)
+        self._gradients = {}
+
+    def _record(self, brain: Any) -> None:
+        progress = self.context.progress
+        digests = self._digests(brain)
+        loss = self._loss(progress)
+        weights = digests.weights()
+        states = digests.states()
+        step = brain.optimizer_step
+        if not if_main_process():
+            self._last["step"] = step
+            return
+        samples = self._samples(progress)
+        link = {
+            "step": step,
+            "samples": None if samples is None else _digest_of_indices(samples),
+            "weights": combined(weights),
+            "optimizer": combined(states),
+        }
+        previous: str = self._last["chain"]
+        chain = chained(previous, link)
+        run_event(
+            "hash",
+            **link,
+            epoch=progress.epoch,
+            loss=loss,
+            gradients=combined(self._gradients),
+            settings=combined(digests.settings()),
+            modules={
+                "gradients": by_module(self._gradients),
+                "weights": by_module(weights),
+                "optimizer": by_module(states),
+            },
+            labels=labels(str(self.context.device)),
+            previous=previous,
+            chain=chain,
+        )
+        self._last = {
+            "step": step,
+            "chain": chain,
+            "weights": link["weights"],
+            "optimizer": link["optimizer"],
+        }
+
+    def _digests(self, brain: Any) -> StateDigests:
+        return StateDigests(brain.raw_modules, self._optimizers, self.context.strategy)
+
+    def _samples(self, progress: Any) -> Sequence[Any] | None:
+        """Return the indices of the samples of the step, of all ranks; None where they are not
+        known.
+        """
+        plan = plan_of(inner_loader(progress.loader))
+        factor = self.context.accumulation.factor
+        last = progress.step
+        if plan is None or not last:
+            return None
+        window = (last - 1) // factor
+        return plan.samples_of_all(window * factor, last)
+
+    def _loss(self, progress: Any) -> float | None:
+        """Return the mean loss of the epoch so far, over all ranks, with this step's."""
+        meter = progress.meter.copy()
+        if progress.result_of == progress.step and progress.step:  # not in the meter yet
+            if isinstance(progress.result, tuple):
+                meter.append_sum(*progress.result)
+            else:
+                meter.append(progress.result, progress.window.weight)
+        loss_sum, count, _ = progress.add_totals(meter.totals())
+        return float(loss_sum / count) if count else None
+
+
+def chained(previous: str, link: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record and of the chain before it.
+
+    Args:
+        previous: the chain of the record before; empty for the first.
+        link: ``step``, ``samples``, ``weights`` and ``optimizer`` of the record.
+
+    Ranks: local.
+
+    Example:
+        >>> link = {"step": 1, "samples": None, "weights": "a", "optimizer": "b"}
+        >>> chained("", link)[:8], chained("x", link)[:8]
+        ('0293af6d', '915b047c')
+    """
+    words = [
+        previous,
+        link["step"],
+        link["samples"],
+        link["weights"],
+        link["optimizer"],
+    ]
+    text = json.dumps(words)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def labels(device: str) -> dict[str, Any]:
+    """Return what bits depend on besides the recipe: where two runs differ in it, equal bits cannot
+    be expected.
+
+    Args:
+        device: of this rank.
+
+    Ranks: local.
+
+    Example:
+        >>> labels("cpu")["torch"] == str(torch.__version__)
+        True
+    """
+    kind = device.partition(":")[0]
+    is_cuda = kind == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else kind,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda if is_cuda else None,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _digest_of_indices(indices: Sequence[Any]) -> str:
+    plain = [_plain_index(index) for index in indices]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+
+def _plain_index(index: Any) -> Any:
+    try:
+        return operator.index(index)
+    except TypeError:  # a name
+        return str(index)

@@ -514,7 +514,13 @@ class Checkpointer:
         Ranks: as :meth:`find_checkpoint`.
         """
         selection = Selection(importance_key, max_key, min_key, ckpt_predicate)
-        return self._on_main(self._folder().find, selection, max_num_checkpoints)
+        found = self._on_main(self._folder().find, selection, max_num_checkpoints)
+        for checkpoint in found:
+            self._have_here(checkpoint)
+        return found
+
+    def _have_here(self, checkpoint: Checkpoint) -> None:
+        fetch_on_each_machine(checkpoint.path, self.load_mode, self.verify_mode)
 
     @POSITION.at("recovering a checkpoint")
     def recover_if_possible(
@@ -592,6 +598,7 @@ class Checkpointer:
         """
         if self.asynchronous:
             self.wait()
+        self._have_here(checkpoint)
         if self.load_mode == "broadcast":
             checkpoint_work_on_main(self._require_whole, checkpoint)
         else:
@@ -1048,7 +1055,7 @@ class Checkpointer:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         logger.info("Loading a checkpoint from %s", shown_path(checkpoint.path))
-        fetch_on_each_machine(checkpoint.path, self.load_mode)
+        self._have_here(checkpoint)
         hooks: dict[str, LoadHook] = {}
         ended = bool(checkpoint.meta.get("end-of-epoch", True))
         kept = {name for name, obj in self.recoverables.items() if self.passes_over(name, obj)}

@@ -221,6 +221,7 @@ PROCESS_STATE = {
     "checkpointing.async_save.BackgroundSave": (
         "threads that write: a second checkpointer on the folder waits for them"
     ),
+    "checkpointing.places.PLACES": "which folders of this machine stand for which URLs",
     "checkpointing.remote.NO_REMOTE": "what most folders have besides: nothing; holds nothing",
     "checkpointing.remote.REMOTES": "which folders of this machine are mirrors",
     "checkpointing.storage._HELD": "locks of folders, which a process has once",

@@ -70,6 +70,7 @@ from ddpkit.checkpointing.module_state import (
     copies_what_it_loads as copies_what_it_loads,
 )
 from ddpkit.checkpointing.object_folder import ObjectFolder as ObjectFolder
+from ddpkit.checkpointing.places import PLACES as PLACES
 from ddpkit.checkpointing.reading import (
     DamageLog as DamageLog,
     read_checkpoint as read_checkpoint,
@@ -117,6 +118,7 @@ from ddpkit.checkpointing.storage import (
     STAGING_PREFIX as STAGING_PREFIX,
     FolderLock as FolderLock,
     VerifyMode as VerifyMode,
+    file_sha256 as file_sha256,
     read_text as read_text,
     verify as verify,
 )

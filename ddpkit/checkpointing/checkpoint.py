@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddpkit.checkpointing.places import PLACES, StorePlace
+
 DIRECTORY_PREFIX = "CKPT"
 SUFFIX = ".ckpt"
 
@@ -22,7 +24,8 @@ OWN_META = frozenset({SAVED_AT, END_OF_EPOCH})
 class Checkpoint(NamedTuple):
     """One saved checkpoint; two are equal when they have one path and were saved at one time.
 
-    A checkpoint may be deleted, and another saved under its name.
+    A checkpoint may be deleted, and another saved under its name. Where its folder is a mirror of a
+    store, what other ranks are sent of it has the paths of their machines.
 
     Attributes:
         path: its directory.
@@ -55,6 +58,20 @@ class Checkpoint(NamedTuple):
 
     def __hash__(self) -> int:
         return hash(self.path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        files = {name: PLACES.sent(path) for name, path in self.paramfiles.items()}
+        return _arrived, (PLACES.sent(self.path), self.meta, files)
+
+
+def _arrived(
+    path: Path | StorePlace,
+    meta: dict[str, Any],
+    files: Mapping[str, Path | StorePlace],
+) -> Checkpoint:
+    """Return a checkpoint that another rank has sent, with the paths of this machine."""
+    here = {name: PLACES.arrived(file) for name, file in files.items()}
+    return Checkpoint(PLACES.arrived(path), meta, here)
 
 
 def ckpt_recency(ckpt: Checkpoint) -> float:

@@ -185,6 +185,23 @@ class ObjectFolder:
             raise self._damaged(name, f"its manifest names a file outside of it: {outside[0]!r}")
         return _Stored(folder, text, files, piece_bytes)
 
+    def manifest_now(self, name: str) -> bytes | None:
+        """Return the manifest of a checkpoint, looking anew; None: there is none of this name.
+
+        Raises:
+            CheckpointError: it is no name of a checkpoint, or no manifest.
+            ObjectStoreError: the store cannot be asked.
+        """
+        self._require_one_part(name)
+        self.names()
+        folder = self._folders.get(name)
+        if folder is None:
+            return None
+        try:
+            return self._read_text(folder, MANIFEST_NAME)
+        except FileNotFoundError:  # replaced or deleted since it was looked for
+            return None
+
     def _read_text(self, folder: str, name: str) -> bytes:
         """Read a manifest or a ``CKPT.yaml``, which are small."""
         size = self._objects.size(f"{folder}/{name}")

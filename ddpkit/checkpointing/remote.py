@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ddpkit.checkpointing.checkpoint import Checkpoint
+from ddpkit.checkpointing.places import plain_path
 from ddpkit.checkpointing.storage import FolderLock, VerifyMode, verify
 
 
 class Remote:
     """The second place of a folder's checkpoints: here there is none.
 
-    Ranks: main only, but for :meth:`fetch`.
+    Ranks: main only, but for :meth:`fetch_same` and :meth:`fetch_same_file`.
 
     Example:
         >>> Remote().others((), print)
@@ -61,8 +62,6 @@ class Remote:
 
         Raises:
             CheckpointError: it cannot be copied.
-
-        Ranks: the first of a machine.
         """
 
     def fetch_file(self, path: Path) -> None:
@@ -70,8 +69,40 @@ class Remote:
 
         Raises:
             CheckpointError: it cannot be copied.
+        """
 
-        Ranks: the first of a machine.
+    def offer(self, name: str) -> None:
+        """See to it that a checkpoint of the folder is there, or on its way, for other machines."""
+
+    def fetch_same(
+        self,
+        path: Path,
+        manifest: str,
+        mode: VerifyMode,
+    ) -> None:
+        """Have the checkpoint that rank 0 has in the folder of another machine, be it that one of
+        this name is there, or that rank 0's is still on its way.
+
+        Args:
+            path: of the checkpoint on this machine.
+            manifest: SHA-256 of rank 0's manifest.
+            mode: how a copy that is here already is verified.
+
+        Raises:
+            CheckpointError: it does not come in time, or cannot be copied.
+
+        Ranks: any; those of one machine do it once.
+        """
+
+    def fetch_same_file(
+        self,
+        path: Path,
+        sha256: str,
+    ) -> None:
+        """Likewise, a file that is no part of a checkpoint.
+
+        Raises:
+            CheckpointError: the one that is there is another, or cannot be copied.
         """
 
     def folder_with(
@@ -166,11 +197,11 @@ class Remotes:
             make: makes the remote of a folder of checkpoints in it.
         """
         with self._mutex:
-            self._makers[_plain(root)] = make
+            self._makers[plain_path(root)] = make
 
     def forget(self, root: Path) -> None:
         """Undo :meth:`register`."""
-        root = _plain(root)
+        root = plain_path(root)
         with self._mutex:
             self._makers.pop(root, None)
             self._made = {
@@ -181,7 +212,7 @@ class Remotes:
         """Return the remote of a folder of checkpoints; :data:`NO_REMOTE` of most."""
         if not self._makers:
             return NO_REMOTE
-        path = _plain(folder)
+        path = plain_path(folder)
         with self._mutex:
             if path not in self._made:
                 roots = [root for root in self._makers if path.is_relative_to(root)]
@@ -190,10 +221,6 @@ class Remotes:
                 nearest = max(roots, key=lambda root: len(root.parts))
                 self._made[path] = self._makers[nearest](path)
             return self._made[path]
-
-
-def _plain(folder: str | os.PathLike[str]) -> Path:
-    return Path(os.path.normpath(Path(folder).absolute()))
 
 
 REMOTES = Remotes()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpkit.base import earlier_folders
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX, ckpt_recency
 from ddpkit.checkpointing.fetching import fetch_what_is_named
 from ddpkit.checkpointing.moved_paths import path_now, was_moved
+from ddpkit.checkpointing.places import PLACES, StorePlace
 from ddpkit.checkpointing.reading import DamageLog, read_checkpoint
 from ddpkit.checkpointing.remote import REMOTES
 from ddpkit.checkpointing.storage import META_NAME
@@ -33,7 +34,7 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Files with weights.
+    """Files with weights; other ranks are sent the paths of their machines.
 
     Attributes:
         path: of the checkpoint, or of the one file.
@@ -44,6 +45,18 @@ class WeightSource:
 
     path: Path
     files: Mapping[str, Path] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        files = {name: PLACES.sent(path) for name, path in self.files.items()}
+        return _arrived, (PLACES.sent(self.path), files)
+
+
+def _arrived(
+    path: Path | StorePlace,
+    files: Mapping[str, Path | StorePlace],
+) -> WeightSource:
+    here = {name: PLACES.arrived(file) for name, file in files.items()}
+    return WeightSource(PLACES.arrived(path), here)
 
 
 def find_weights(

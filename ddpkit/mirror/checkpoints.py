@@ -24,6 +24,7 @@ from ddpkit.checkpointing import (
 )
 from ddpkit.errors import CheckpointError, FolderInUseError, ObjectStoreError
 from ddpkit.logger import get_logger
+from ddpkit.mirror.machine_copies import MachineCopies
 from ddpkit.mirror.run_id import RUN_FILE, decoded, encoded, new_id, read_local, write_local
 from ddpkit.object_store import StoreLock
 
@@ -75,7 +76,7 @@ class MirrorRemote(Remote):
     Attributes:
         lock: of the folder in the store.
 
-    Ranks: main only, but for :meth:`fetch`.
+    Ranks: main only, but for :meth:`fetch_same` and :meth:`fetch_same_file`.
     """
 
     def __init__(
@@ -144,6 +145,23 @@ class MirrorRemote(Remote):
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             self._store.get_file(path.name, path)
+
+    def fetch_same(
+        self,
+        path: Path,
+        manifest: str,
+        mode: VerifyMode,
+    ) -> None:
+        """Have the checkpoint that rank 0 has in the folder of this machine, too."""
+        MachineCopies(self._store, self._folder).have(path.name, manifest, mode)
+
+    def fetch_same_file(
+        self,
+        path: Path,
+        sha256: str,
+    ) -> None:
+        """Likewise, a file that is no part of a checkpoint."""
+        MachineCopies(self._store, self._folder).have_file(path.name, sha256)
 
     def folder_with(
         self,

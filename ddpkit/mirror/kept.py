@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpkit.base import earlier_folder
-from ddpkit.checkpointing import DIRECTORY_PREFIX, ckpt_recency, read_checkpoint
+from ddpkit.checkpointing import DIRECTORY_PREFIX, MANIFEST_NAME, ckpt_recency, read_checkpoint
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.mirror.checkpoints import MirrorRemote
@@ -62,7 +62,7 @@ class Standing:
 class KeptRemote(MirrorRemote):
     """The checkpoints of a folder that stays on this machine, in the store.
 
-    Ranks: main only, but for :meth:`fetch`.
+    Ranks: main only, but for :meth:`fetch_same` and :meth:`fetch_same_file`.
     """
 
     @functools.cached_property
@@ -78,6 +78,14 @@ class KeptRemote(MirrorRemote):
     ) -> list[Checkpoint]:
         """Return the checkpoints that are in the store alone, but for what was deleted here."""
         return super().others({*present, *self._uploads.doomed}, report)
+
+    def offer(self, name: str) -> None:
+        """Have a checkpoint of this machine copied up, if it is neither there nor on its way."""
+        manifest = self._folder / name / MANIFEST_NAME
+        if name in self._uploads.behind or not manifest.exists():
+            return
+        if self._store.manifest_now(name) != manifest.read_bytes():
+            self._uploads.add([name])
 
     # ----------------------------------------------------------------------------------- saving
 

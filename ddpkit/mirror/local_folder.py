@@ -54,14 +54,17 @@ def own_folder(url: str) -> Path:
     Raises:
         ConfigError: the folder for temporary files is another user's trap.
     """
+    return _own_place() / f"{_last_name(url)}-{_digest(url)}-{launch_name()}{_node()}"
+
+
+def launch_name() -> str:
+    """Return a name that all processes of a launch know, and no other launch has."""
     info = find_launch()
-    if info.is_distributed:
-        told = [info.address, str(info.port), info.run_id]
-        told += [os.environ.get(name, "") for name in _OF_A_LAUNCH]
-        launch = _digest("\n".join(told))
-    else:
-        launch = f"process{os.getpid()}"
-    return _own_place() / f"{_last_name(url)}-{_digest(url)}-{launch}{_node()}"
+    if not info.is_distributed:
+        return f"process{os.getpid()}"
+    told = [info.address, str(info.port), info.run_id]
+    told += [os.environ.get(name, "") for name in _OF_A_LAUNCH]
+    return _digest("\n".join(told))
 
 
 def _own_place() -> Path:

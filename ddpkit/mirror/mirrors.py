@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-from ddpkit.checkpointing import REMOTES
+from ddpkit.checkpointing import PLACES, REMOTES
 from ddpkit.errors import ConfigError
 from ddpkit.launch import PARITY, find_slice
 from ddpkit.mirror.local_folder import kept_folder, own_folder
@@ -57,6 +57,7 @@ def mirror_of(
         )
         _MIRRORS[url] = mirror
         mirror.open()
+        PLACES.register(folder, url)
         if mirror.travels:
             REMOTES.register(folder, mirror.remote)
         return folder
@@ -100,4 +101,5 @@ def forget_mirrors() -> None:
         for mirror in _MIRRORS.values():
             mirror.leave()
             REMOTES.forget(mirror.folder)
+            PLACES.forget(mirror.folder)
         _MIRRORS.clear()

@@ -115,6 +115,12 @@ class Uploads:
         with self._changed:
             return set(self._queue.doomed)
 
+    @property
+    def behind(self) -> list[str]:
+        """Names of checkpoints that are on their way."""
+        with self._changed:
+            return self._behind()
+
     # ------------------------------------------------------------------------ what a save tells
 
     def add(self, names: Iterable[str]) -> None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpkit.base import LoadHook
-    from ddpkit.checkpointing import LoadMode, WeightSource
+    from ddpkit.checkpointing import LoadMode, VerifyMode, WeightSource
     from ddpkit.run.checkpoint_policy import CheckpointPolicy
     from ddpkit.run.choose_start import Start
     from ddpkit.training import RunContext
@@ -169,7 +169,8 @@ class InitialWeights:
         given = str(options.init_from)
         with POSITION.at("loading the weights of init_from"):
             source = self._source(given)
-            fetch_on_each_machine(source.path, options.ckpt_load)
+            verify_mode = cast("VerifyMode", options.ckpt_verify)
+            fetch_on_each_machine(source.path, options.ckpt_load, verify_mode)
             files, take = self._plan(source)
             if options.ckpt_load == "all":
                 _require_same_files(files)

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from ddpkit.brain import Brain
-from ddpkit.checkpoints import Checkpointer
+from ddpkit.checkpoints import Checkpointer, whole_state_dict
 from ddpkit.distributed import ddp_init_group
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.experiment import create_experiment_directory
@@ -151,8 +151,10 @@ def train(url, place, kill, words):
         run_opts[name] = value
     loading = {"shuffle": True} if sizes else {"shuffle": True, "batch_size": 4}
     result = brain.fit(counter, data(), train_loader_kwargs=loading)
+    note_load(checkpointer, place)
+    whole = whole_state_dict(brain.modules.net)
     if is_main:
-        weights = torch.cat([tensor.flatten() for tensor in net.state_dict().values()])
+        weights = torch.cat([tensor.flatten() for tensor in whole.values()])
         found = {
             "weights": weights.numpy().tobytes().hex(),
             "steps": result.optimizer_steps,
@@ -161,6 +163,13 @@ def train(url, place, kill, words):
             "rows": (folder / "rows.csv").read_text(),
         }
         (place.parent / "result.json").write_text(json.dumps(found))
+
+
+def note_load(checkpointer, place):
+    """Note where this node has read what it goes on from."""
+    loaded = "" if checkpointer.last_loaded is None else str(checkpointer.last_loaded)
+    rank = os.environ.get("RANK", "0")
+    (place.parent / f"loaded{rank}.txt").write_text(loaded)
 
 
 def attempt(url, place, kill, words, ranks):

@@ -938,7 +938,7 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Gather whole what is loaded by a hook of its own, which knows nothing of shards."""
         own = {
-            name: objects[name]
+            name: state
             for name, state in divided.items()
             if isinstance(state, ShardedState)
             and self._hooks_of(name, self.recoverables[name])[1] is not torch_recovery

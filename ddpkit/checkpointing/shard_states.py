@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ddpkit.distributed import get_rank, require_all_ranks
 from ddpkit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,8 @@ class ShardedState:
         skeleton: the state, where the divided tensors are on the meta device.
         rows: this rank's rows of the divided tensors, by name; they share memory with the object.
         first_rows: numbers of the first of them.
+        gather: returns the state whole on rank 0, collectively, for what is loaded by a hook of its
+            own; None: it cannot be gathered.
 
     Ranks: local.
     """
@@ -32,6 +35,7 @@ class ShardedState:
     skeleton: Any
     rows: dict[str, torch.Tensor]
     first_rows: dict[str, int]
+    gather: Callable[[], Any] | None = None
 
 
 def sharded_states(objects: Mapping[str, Any]) -> dict[str, ShardedState]:
@@ -58,7 +62,7 @@ def sharded_states(objects: Mapping[str, Any]) -> dict[str, ShardedState]:
         state = saved_state(obj)
         if has_any(state, is_sharded):
             require_all_ranks("save_checkpoint")
-            found[name] = _take_apart(name, state)
+            found[name] = _take_apart(name, state, functools.partial(_gathered, obj))
     return found
 
 
@@ -79,23 +83,34 @@ class GatheredState:
         return self.state
 
 
-def gathered_states(objects: Mapping[str, Any]) -> dict[str, GatheredState]:
-    """Gather those states whose tensors are divided over the ranks.
+def gathered_states(states: Mapping[str, ShardedState]) -> dict[str, GatheredState]:
+    """Gather those of some states that can be.
 
     Args:
-        objects: by name, as for :func:`~ddpkit.checkpointing.hooks.whole_states`.
+        states: taken apart, by name.
 
-    Ranks: collective; the same objects in the same order on all ranks.
+    Ranks: collective; the same states in the same order on all ranks.
 
     Example:
-        >>> from torch import nn
-        >>> gathered_states({"net": nn.Linear(1, 1)})
+        >>> gathered_states({"net": ShardedState({}, {}, {})})
         {}
     """
-    return {name: GatheredState(state) for name, state in whole_states(objects).items()}
+    return {
+        name: GatheredState(state.gather())
+        for name, state in states.items()
+        if state.gather is not None
+    }
 
 
-def _take_apart(name: str, state: Any) -> ShardedState:
+def _gathered(obj: Any) -> Any:
+    return whole_states({"": obj})[""]
+
+
+def _take_apart(
+    name: str,
+    state: Any,
+    gather: Callable[[], Any],
+) -> ShardedState:
     if has_any(state, is_on_meta):
         raise CheckpointError(ON_META.format("save"))
     rows: dict[str, torch.Tensor] = {}
@@ -114,7 +129,7 @@ def _take_apart(name: str, state: Any) -> ShardedState:
         first_rows[key] = first_row(value)
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    return ShardedState(map_named(state, without_values), rows, first_rows)
+    return ShardedState(map_named(state, without_values), rows, first_rows, gather)
 
 
 def _is_divided_by_rows(tensor: Any) -> bool:

@@ -432,7 +432,13 @@ class CheckpointPolicy:
                 "machine has a folder of its own."
             )
         elif not is_own:
-            require_shared_folder(folder)
+            try:
+                require_shared_folder(folder)
+            except ConfigError as error:
+                if not strategy.gathers_if_needed:
+                    raise
+                strategy.gathers_states = True
+                logger.info("Rank 0 gathers and writes whole checkpoints: %s", error)
 
     def _note_url(self, checkpointer: Checkpointer) -> None:
         """Have every rank know where a checkpoint stands that ``resume`` names by its URL."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ddpkit.distributed import get_world_size
 from ddpkit.strategies.names import OF_DDP
 from ddpkit.strategies.option_refusals import refuse_with
 from ddpkit.strategies.rare_questions import NO_CONTEXT, RareQuestions
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from ddpkit.training import Accumulation, Progress
 
 
+SHARDS = "shards"  # of ckpt_layout
+
+
 class WholeState(NamedTuple):
     """Placeholder that is saved instead of a sharded object: its full state."""
 
@@ -29,6 +33,19 @@ class WholeState(NamedTuple):
     def state_dict(self) -> dict[str, Any]:
         """Return the full, unsharded state."""
         return self.state
+
+
+def asks_for_shards(strategy: Strategy) -> bool:
+    """Say whether the options of a strategy that can write shards ask for them, and the ranks share
+    a folder.
+
+    Args:
+        strategy: bound to a run.
+
+    Ranks: local; alike on all ranks.
+    """
+    is_asked = strategy.options.ckpt_layout == SHARDS and get_world_size() > 1
+    return is_asked and not strategy.gathers_states
 
 
 class Strategy(RareQuestions):

@@ -28,7 +28,7 @@ from ddpkit.distributed import exchange, get_world_size, require_all_ranks
 from ddpkit.errors import BatchError, ConfigError, RankMismatchError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.strategies.base import Strategy, WholeState, removing_hooks
+from ddpkit.strategies.base import Strategy, WholeState, asks_for_shards, removing_hooks
 from ddpkit.strategies.batch_norm_layers import batch_norm_row, has_moving_buffers
 from ddpkit.strategies.batch_outputs import go_backwards_from, with_graph
 from ddpkit.strategies.entries import (
@@ -63,7 +63,6 @@ NOT_WITH = {
     "skip_nonfinite_grads": "each rank sees a part of a gradient only",
     "precision=fp16": "the range of fp16 needs a scale (use bf16)",
 }
-SHARDS = "shards"  # of ckpt_layout
 FIRST_STEPS = 3  # the ranks compare the blocks that they have used after each of these
 OTHER_BLOCKS = (
     "strategy='fsdp': the ranks have not used the same blocks in the same order, or not the same "
@@ -660,8 +659,7 @@ class FSDP(Strategy):
 
     def writes_shards(self) -> bool:
         """Say whether the options ask for shards, and the ranks share a folder."""
-        asked = self.options.ckpt_layout == SHARDS and get_world_size() > 1
-        return asked and not self.gathers_states
+        return asks_for_shards(self)
 
     def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take the states apart that are divided; or, with ``ckpt_layout=whole``, gather them: on

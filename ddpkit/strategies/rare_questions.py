@@ -43,6 +43,8 @@ class RareQuestions:
             whether it was skipped.
         gathers_states: whether a save gathers states though the options say shards: set where the
             ranks share no folder.
+        gathers_if_needed: whether it may do so without being asked where the ranks share no folder,
+            since each rank has memory for a whole model anyway.
         timer: measures steps; or None.
 
     Ranks: local.
@@ -52,6 +54,7 @@ class RareQuestions:
     sends_fp16 = False
     awaits_steps = False
     gathers_states = False
+    gathers_if_needed = False
     timer: StepTimer | None = None
     _of_ranks: Division | None = None
 

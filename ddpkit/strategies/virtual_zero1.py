@@ -17,6 +17,7 @@ from ddpkit.base import map_values
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.seed import rng_state
+from ddpkit.strategies.base import asks_for_shards
 from ddpkit.strategies.rare_questions import bytes_of
 from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.strategies.zero1 import (
@@ -24,7 +25,7 @@ from ddpkit.strategies.zero1 import (
     DividedOptimizers,
     dealt_memory,
     require_divisible,
-    whole_states,
+    states_of_divided,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class VirtualZero1(VirtualRanks):
     """
 
     name = "virtual ranks, optimizer state divided (ZeRO-1)"
+    gathers_if_needed = True
 
     def bind(
         self,
@@ -99,9 +101,13 @@ class VirtualZero1(VirtualRanks):
         whole = super().rank_memory(run)
         return dealt_memory(whole, run) if run.processes > 1 else whole
 
+    def writes_shards(self) -> bool:
+        """Say whether the options ask for shards, and the processes share a folder."""
+        return asks_for_shards(self)
+
     def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the whole states of the optimizers among some objects."""
-        return whole_states(objects)
+        """Return the states of the optimizers among some objects, in shards or whole."""
+        return states_of_divided(objects, in_shards=self.writes_shards())
 
     def sent_bytes(self, parameters: Iterable[torch.Tensor]) -> float:
         """Return the bytes of all gradients, and of the parameters that a process has stepped."""

@@ -24,19 +24,20 @@ import torch
 from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
-from ddpkit.base import map_values, reads_device, temporarily, waiting, waits_for_ranks
+from ddpkit.base import map_named, map_values, reads_device, temporarily, waiting, waits_for_ranks
+from ddpkit.checkpointing import ShardedState
 from ddpkit.comm import control_group
 from ddpkit.device import widest_float
 from ddpkit.distributed import exchange, get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.optim import parameters_of
-from ddpkit.strategies.base import WholeState
+from ddpkit.strategies.base import WholeState, asks_for_shards
 from ddpkit.strategies.ddp import APART, DDP
 from ddpkit.strategies.equal_groups import require_equal_groups
 from ddpkit.strategies.rank_memory import bytes_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
 
@@ -48,8 +49,7 @@ PACKED_BELOW = 1 << 20  # bytes: smaller parameters of an owner travel together
 
 NOT_WHOLE = (
     "strategy='zero1': {}.state_dict() has a part of the state only, since each rank has its own. "
-    "The state is whole on the main process while the Brain's checkpointer saves: make the "
-    "optimizer one of its recoverables."
+    "The Brain's checkpointer saves all of it: make the optimizer one of its recoverables."
 )
 NOT_BY_PARAMETER = (
     "is no torch.optim.Optimizer, has a state_dict of its own, or works on all parameters together."
@@ -336,35 +336,93 @@ class DividedOptimizer:
 
         Ranks: collective. The other ranks send their parts, one after the other.
         """
+        state = self._part()
+        parts = self._collected(
+            state["state"],
+            lambda own: map_values(own, _on_the_cpu),
+        )
+        return WholeState({**state, "state": parts})
+
+    def in_shards(self) -> ShardedState:
+        """Return the state with this rank's part as a shard.
+
+        Ranks: collective. The other ranks send what is in no shard, and the shapes of the rest.
+        """
+        state = self._part()
+        rows: dict[str, torch.Tensor] = {}
+
+        def without_values(name: str, value: Any) -> Any:
+            if name in rows or not _has_rows(value):
+                return _on_the_cpu(value)
+            rows[name] = value
+            return torch.empty(
+                value.shape,
+                dtype=value.dtype,
+                device="meta",
+            )
+
+        own = map_named(state["state"], without_values, "state")
+        parts = self._collected(own, lambda told: told)
+        return ShardedState(
+            {**state, "state": parts},
+            rows,
+            dict.fromkeys(rows, 0),  # each tensor is whole in one shard
+            lambda: self.whole().state,
+        )
+
+    def _part(self) -> dict[str, Any]:
+        """Return this rank's part of the state."""
         require_equal_groups(
             CANNOT_DIVIDE,
             self.name,
             self.optimizer,
         )
         with temporarily(self, _is_gathering=True):
-            state = self.optimizer.state_dict()
-        parts = state["state"]
+            return self.optimizer.state_dict()
+
+    def _collected(
+        self,
+        own: dict[Any, Any],
+        prepare: Callable[[dict[Any, Any]], dict[Any, Any]],
+    ) -> dict[Any, Any]:
+        """Return what all ranks have of a state on the main process, elsewhere the rank's own.
+
+        Collective. One rank after the other, so that the main process holds one part more than it
+        keeps.
+        """
+        parts = own
         group = control_group()
-        # one rank after the other: the main process holds one part more than it keeps
         for source in range(1, dist.get_world_size()):
             if self._rank == source:
-                own = map_values(
-                    parts,
-                    lambda value: value.cpu() if isinstance(value, torch.Tensor) else value,
-                )
                 dist.send_object_list(
-                    [own],
+                    [prepare(own)],
                     0,
                     group=group,
                 )
             elif self._rank == 0:
+                received: list[Any] = [None]
                 dist.recv_object_list(
-                    received := [None],
+                    received,
                     source,
                     group=group,
                 )
                 parts = received[0] | parts
-        return WholeState({**state, "state": parts})
+        return parts
+
+
+def _on_the_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _has_rows(value: Any) -> bool:
+    """Say whether a value goes into a shard: a file has no strides, and a number no rows."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and value.ndim > 0
+        and value.numel() > 0
+    )
 
 
 class DividedOptimizers:
@@ -429,12 +487,17 @@ def require_divisible(name: str, optimizer: Any) -> None:
         )
 
 
-def whole_states(objects: Mapping[str, Any]) -> dict[str, WholeState]:
-    """Return the whole states of the divided optimizers among some objects; on the CPU, but for
-    rank 0's own part.
+def states_of_divided(
+    objects: Mapping[str, Any],
+    *,
+    in_shards: bool,
+) -> dict[str, WholeState | ShardedState]:
+    """Return the states of the divided optimizers among some objects.
 
     Args:
         objects: by name.
+        in_shards: whether each rank writes its own part; else they are whole, on the CPU but for
+            rank 0's own part.
 
     Ranks: collective.
     """
@@ -446,7 +509,11 @@ def whole_states(objects: Mapping[str, Any]) -> dict[str, WholeState]:
         )
         for name, obj in objects.items()
     }
-    return {name: optimizer.whole() for name, optimizer in found.items() if optimizer is not None}
+    return {
+        name: optimizer.in_shards() if in_shards else optimizer.whole()
+        for name, optimizer in found.items()
+        if optimizer is not None
+    }
 
 
 class Zero1(DDP):
@@ -468,6 +535,7 @@ class Zero1(DDP):
     name = "DistributedDataParallel, optimizer state divided (ZeRO-1)"
     label = "zero1"
     holds = "zero1: each process holds the whole model, and a part of the optimizers' state"
+    gathers_if_needed = True
 
     def bind(
         self,
@@ -504,8 +572,10 @@ class Zero1(DDP):
         """
         return dealt_memory(super().rank_memory(run), run)
 
+    def writes_shards(self) -> bool:
+        """Say whether the options ask for shards, and the ranks share a folder."""
+        return asks_for_shards(self)
+
     def divided_states(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the whole states of the optimizers among some objects; on the CPU, but for rank
-        0's own part.
-        """
-        return whole_states(objects)
+        """Return the states of the optimizers among some objects, in shards or whole."""
+        return states_of_divided(objects, in_shards=self.writes_shards())

@@ -116,6 +116,12 @@ def test_names_that_leave_the_folder_are_refused(checkpointer, tmp_path, name):
     assert names(checkpointer) == []
 
 
+@pytest.mark.parametrize("name", ["a" * 221, "é" * 111])
+def test_a_name_that_leaves_no_room_for_that_of_a_shard_is_refused(checkpointer, name):
+    with pytest.raises(ConfigError, match="the name of a recoverable, .* 1 to 220 bytes"):
+        checkpointer.add_recoverable(name, Value())
+
+
 @pytest.mark.parametrize(
     "name",
     ["a" * 220, "é" * 110, "日本語", "a\nb", "\udc80", "-rf", "a*[b]?", "CKPT", "."],

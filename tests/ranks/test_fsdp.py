@@ -526,6 +526,8 @@ def test_a_run_begins_from_weights_in_shards(ranks, tmp_path, strategy):
         ((2, "fsdp"), (3, "fsdp")),
         pytest.param((2, "fsdp"), (2, "ddp"), marks=pytest.mark.slow),
         pytest.param((2, "fsdp"), (1, "auto"), marks=pytest.mark.slow),
+        pytest.param((2, "fsdp"), (3, "zero1"), marks=pytest.mark.slow),
+        pytest.param((3, "zero1"), (2, "fsdp"), marks=pytest.mark.slow),
         pytest.param((2, "ddp"), (2, "fsdp"), marks=pytest.mark.slow),
         pytest.param((1, "auto"), (3, "fsdp"), marks=pytest.mark.slow),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.checkpoints import Checkpointer
+from ddpkit.checkpoints import Checkpointer, safe_load
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.types import Stage
@@ -183,9 +183,7 @@ def go_on(folder, options, dies_at=None):
 
 def saved(folder):
     checkpoint = Checkpointer(folder).find_checkpoint()
-    return [
-        torch.load(checkpoint.paramfiles[name], weights_only=True) for name in ("first", "second")
-    ]
+    return [safe_load(checkpoint.paramfiles[name]) for name in ("first", "second")]
 
 
 WAYS = [

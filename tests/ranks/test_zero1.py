@@ -4,11 +4,16 @@ each rank.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddpkit.checkpoints import Checkpointer
+from ddpkit.checkpointing import shard_writing
+from ddpkit.checkpoints import Checkpointer, safe_load
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError, RankFailedError
@@ -194,7 +199,7 @@ def run_twice(before, after, kind, folder, options):
 def saved(folder, kind):
     checkpoint = Checkpointer(folder).find_checkpoint()
     names = ["optimizer"] if kind == "Recipe" else ["first", "second"]
-    return [torch.load(checkpoint.paramfiles[name], weights_only=True) for name in names]
+    return [safe_load(checkpoint.paramfiles[name]) for name in names]
 
 
 def assert_same_states(found, expected):
@@ -256,6 +261,118 @@ def test_a_run_goes_on_from_a_checkpoint_of_zero1_and_from_one_of_ddp(
             [one["state"] for one in found[4]],
             [one["state"] for one in expected[4]],
         )
+
+
+# ------------------------------------------------------------------------------ shards of the state
+
+
+def files_of(folder):
+    newest = Checkpointer(folder).find_checkpoint().path
+    return newest, sorted(path.name for path in newest.glob("*.safetensors"))
+
+
+def test_each_rank_writes_the_states_that_it_owns(ranks, tmp_path):
+    ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path, {})
+    newest, files = files_of(tmp_path)
+    assert files == [
+        f"{name}-shard-{rank}-of-2.safetensors" for name in ("first", "second") for rank in range(2)
+    ]
+    shards = [safetensors.torch.load_file(newest / name) for name in files[:2]]
+    assert sorted([*shards[0], *shards[1]]) == [
+        f"state/{number}/{name}" for number in range(2) for name in ("exp_avg", "exp_avg_sq")
+    ]
+    assert len(shards[0]) == len(shards[1]) == 2
+    table = torch.load(newest / "first.ckpt", weights_only=True)["state"]["state"]
+    whole = safe_load(newest / "first.ckpt")["state"]
+    for number, state in whole.items():
+        assert table[number]["step"] == state["step"] == 12
+        assert table[number]["exp_avg"].is_meta
+        (own,) = [shard for shard in shards if f"state/{number}/exp_avg" in shard]
+        assert torch.equal(own[f"state/{number}/exp_avg"], state["exp_avg"])
+
+
+def test_the_states_can_be_gathered(ranks, tmp_path):
+    ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path / "shards", {})
+    ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path / "whole", {"ckpt_layout": "whole"})
+    newest, files = files_of(tmp_path / "whole")
+    assert files == []
+    for name in ("first", "second"):
+        plain = torch.load(newest / f"{name}.ckpt", weights_only=True)
+        assert_same_states([safe_load(files_of(tmp_path / "shards")[0] / f"{name}.ckpt")], [plain])
+
+
+def load_with_torch(obj, path, end_of_epoch):
+    """A recipe's own loader: it knows files of torch.save."""
+    obj.load_state_dict(torch.load(path, weights_only=True))
+
+
+class OwnLoader(TwoOptimizers):
+    def init_optimizers(self):
+        super().init_optimizers()
+        self.checkpointer.custom_load_hooks["first"] = load_with_torch
+
+
+KINDS["OwnLoader"] = OwnLoader
+
+
+def stop_and_go_on(folder, kind):
+    options = {"ckpt_interval_steps": 2}
+    assert train_with("zero1", kind, folder, {**options, "dies_at": (3, 9)}) is None
+    return train_with("zero1", kind, folder, options)[0]
+
+
+def test_a_state_with_a_loader_of_its_own_is_gathered(ranks, tmp_path):
+    expected = ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path / "whole", {})
+    found = ranks.run(stop_and_go_on, tmp_path / "dead", "OwnLoader")
+    assert_same(found[0], expected[0][0])
+    _, files = files_of(tmp_path / "dead")
+    assert files == [f"second-shard-{rank}-of-2.safetensors" for rank in range(2)]
+
+
+def fit_on_own_disks(folder):
+    """Fit where each rank has a folder of its own, as on nodes that share none."""
+    with mock.patch.object(shard_writing, "VISIBLE_SECONDS", 0.2):
+        (folder / str(dist.get_rank())).mkdir()
+        return train_with("zero1", "TwoOptimizers", folder / str(dist.get_rank()), {})[0]
+
+
+def test_ranks_that_share_no_folder_have_rank_0_gather(ranks, tmp_path):
+    assert all(ranks.run(fit_on_own_disks, tmp_path))
+    newest, files = files_of(tmp_path / "0")
+    assert files == []
+    assert torch.load(newest / "first.ckpt", weights_only=True)["state"].keys() == {0, 1}
+
+
+class Strided(torch.optim.SGD):
+    """Keeps what lies in memory in another order, a sparse one, and numbers."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["turned"] = parameter.detach().clone().T.contiguous().T
+                state["sparse"] = parameter.detach().to_sparse()
+                state["number"] = torch.tensor(3.0)
+                state["none"] = torch.empty(0, 2)
+        return super().step(closure)
+
+
+def strides_of(folder):
+    def optimizer(parameters):
+        return Strided([one for one in parameters if one.ndim == 2], lr=0.1)
+
+    train("Recipe", folder, strategy="zero1", opt=optimizer)
+    dist.barrier()
+    state = safe_load(Checkpointer(folder).find_checkpoint().paramfiles["optimizer"])["state"]
+    return [
+        (one["turned"].stride(), one["sparse"].is_sparse, float(one["number"]), one["none"].shape)
+        for _, one in sorted(state.items())
+    ]
+
+
+def test_what_a_shard_cannot_hold_is_sent(ranks, tmp_path):
+    for found in ranks.run(strides_of, tmp_path):
+        assert found == [((1, 5), True, 3.0, (0, 2)), ((5, 1), True, 3.0, (0, 2))]
 
 
 # --------------------------------------------------------------------------------- what cannot work

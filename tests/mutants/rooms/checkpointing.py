@@ -419,7 +419,7 @@ FAULTS = in_room(
             "LONGEST_RECOVERABLE",
             "LONGEST_FILE - len(shard_path(Path(SUFFIX), MOST_RANKS, MOST_RANKS).name)",
             "LONGEST_CHECKPOINT",
-            "tests/faults/test_hostile_checkpoints.py -k leaves_the_folder",
+            f"{CHECKPOINTER} -k room_for_that_of_a_shard",
         ),
         Fault(
             "what is read of a shard is not compared with its digest",
@@ -447,7 +447,7 @@ FAULTS = in_room(
             "_take_apart",
             "first_rows[key] = first_row(value)",
             "first_rows[key] = 0",
-            "tests/ranks/test_fsdp.py -k 'three_sizes or same_bits'",
+            "tests/ranks/test_fsdp.py -m slow -k three_sizes",
         ),
         Fault(
             "a rank that has ended is waited for until the heartbeat finds it",

@@ -470,6 +470,21 @@ def test_ranks_that_share_no_folder_are_refused_before_training(ranks, tmp_path)
         assert [name for name in left if name.startswith(".shared-")] == []
 
 
+def fit_on_own_disks_with_zero1(folder):
+    own = folder / str(dist.get_rank())
+    own.mkdir()
+    with mock.patch.object(shard_writing, "VISIBLE_SECONDS", 0.2):
+        return train(Classifier, own, strategy="zero1", **SAVING)["steps"]
+
+
+def test_ranks_that_share_no_folder_have_rank_0_gather_what_zero1_divides(ranks, tmp_path):
+    assert min(ranks.run(fit_on_own_disks_with_zero1, tmp_path)) > 0
+    newest = Checkpointer(tmp_path / "0").find_checkpoint()
+    assert not list(newest.path.glob("*.safetensors"))
+    state = torch.load(newest.paramfiles["optimizer"], weights_only=True)["state"]
+    assert len(state) == len(list(make_net().parameters()))
+
+
 def fit_in_mirrors(folder):
     """Fit where the folder is a mirror on each of two machines."""
     place = (f"machine {dist.get_rank()}", "")

@@ -4,15 +4,12 @@ each rank.
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit.checkpointing import shard_writing
 from ddpkit.checkpoints import Checkpointer, safe_load
 from ddpkit.distributed import if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter
@@ -327,20 +324,6 @@ def test_a_state_with_a_loader_of_its_own_is_gathered(ranks, tmp_path):
     assert_same(found[0], expected[0][0])
     _, files = files_of(tmp_path / "dead")
     assert files == [f"second-shard-{rank}-of-2.safetensors" for rank in range(2)]
-
-
-def fit_on_own_disks(folder):
-    """Fit where each rank has a folder of its own, as on nodes that share none."""
-    with mock.patch.object(shard_writing, "VISIBLE_SECONDS", 0.2):
-        (folder / str(dist.get_rank())).mkdir()
-        return train_with("zero1", "TwoOptimizers", folder / str(dist.get_rank()), {})[0]
-
-
-def test_ranks_that_share_no_folder_have_rank_0_gather(ranks, tmp_path):
-    assert all(ranks.run(fit_on_own_disks, tmp_path))
-    newest, files = files_of(tmp_path / "0")
-    assert files == []
-    assert torch.load(newest / "first.ckpt", weights_only=True)["state"].keys() == {0, 1}
 
 
 class Strided(torch.optim.SGD):

@@ -5,10 +5,12 @@ compared.
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.ecosystem import OFFLINE
 from tests.examples.pages import BLOCK, run, sessions
 from tests.launching import Run, python, torchrun
 
@@ -19,10 +21,17 @@ PAGES = (
     "README.md",
     "docs/index.md",
     "docs/tutorial/from-one-process-to-several.md",
+    "docs/how-to/accumulation.md",
+    "docs/how-to/contrastive.md",
+    "docs/how-to/debugging.md",
+    "docs/how-to/early-stopping.md",
     "docs/how-to/evaluation.md",
     "docs/how-to/learning-rate-and-batch-size.md",
     "docs/how-to/log-values.md",
+    "docs/how-to/mixed-precision.md",
+    "docs/how-to/nan.md",
     "docs/how-to/schedules.md",
+    "docs/how-to/tensorboard.md",
     "docs/how-to/validation.md",
     "docs/how-to/watch-a-run.md",
 )
@@ -61,6 +70,13 @@ def test_a_page_is_true(page, tmp_path):
                 run(words, shown, tmp_path, warm=words[0] in PYTHON and not is_cold)
                 commands += 1
     assert commands
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="pip install -e '.[ecosystem]'")
+def test_the_page_of_hugging_face_is_true(tmp_path, monkeypatch):
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    test_a_page_is_true("docs/how-to/hugging-face.md", tmp_path)
 
 
 # Every process kills itself after optimizer step 26 of 40: in the third epoch, two steps after a

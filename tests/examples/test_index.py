@@ -56,6 +56,18 @@ def test_the_page_counts_the_lines_of_the_three_scripts_right():
     assert [int(one) for one in counted] == [code_lines(path) for path in scripts]
 
 
+def test_every_how_to_is_offered_by_its_index():
+    folder = ROOT / "docs" / "how-to"
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    offered, listed = (
+        set(re.findall(pattern, index, re.MULTILINE))
+        for pattern in (r"\]\(([\w-]+)\.md[#)]", r"^([\w-]+)$")
+    )
+    pages = {path.stem for path in folder.glob("*.md")} - {"index"}
+    assert offered == pages
+    assert listed == pages
+
+
 def lines_that_match(printed, shown):
     return [is_line(parted(printed), parted(one)) for one in shown]
 

@@ -281,6 +281,7 @@ def test_each_rank_writes_the_states_that_it_owns(ranks, tmp_path):
     assert len(shards[0]) == len(shards[1]) == 2
     table = torch.load(newest / "first.ckpt", weights_only=True)["state"]["state"]
     whole = safe_load(newest / "first.ckpt")["state"]
+    assert sorted(whole) == [0, 1]
     for number, state in whole.items():
         assert table[number]["step"] == state["step"] == 12
         assert table[number]["exp_avg"].is_meta

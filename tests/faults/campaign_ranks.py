@@ -25,7 +25,7 @@ from .campaign_moments import ALL, Diary, Kill
 from .recipes_for_faults import Setting, train
 
 PATIENCE_SECONDS = 15.0  # torchrun gives the ranks that are left 30 s
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 60.0  # without a note of any rank: on a busy machine an attempt takes longer
 
 
 @dataclass
@@ -120,11 +120,11 @@ class Ranks:
         if due is not None:
             self._wait_for_an_end(self.started + due, how_many=self.setting.world_size)
             self._kill()
-        self._wait_for_an_end(self.started + LIMIT_SECONDS)
+        self._wait_while_they_go_on()
         if self._is_killed():
             attempt.hung = self._end_survivors()
         else:
-            self._wait_for_an_end(self.started + LIMIT_SECONDS, how_many=self.setting.world_size)
+            self._wait_while_they_go_on(how_many=self.setting.world_size)
             attempt.hung = sorted(set(range(self.setting.world_size)) - set(self.statuses))
         attempt.seconds = time.monotonic() - self.started
         ended = [
@@ -170,6 +170,17 @@ class Ranks:
             self._signal_all(signal.SIGTERM)
         self._wait_for_an_end(time.monotonic() + PATIENCE_SECONDS, how_many=self.setting.world_size)
         return sorted(set(range(self.setting.world_size)) - set(self.statuses))
+
+    def _wait_while_they_go_on(self, how_many: int = 1) -> None:
+        """Wait until so many ranks have ended, or none of them notes anything any more."""
+        before = None
+        while len(self.statuses) < how_many and (noted := self._noted()) != before:
+            before = noted
+            self._wait_for_an_end(time.monotonic() + LIMIT_SECONDS, how_many)
+
+    def _noted(self) -> dict[str, int]:
+        """Return how much each rank has noted."""
+        return {path.name: path.stat().st_size for path in self.folder.glob("diary.*")}
 
     def _wait_for_an_end(self, deadline: float, how_many: int = 1) -> None:
         """Wait until so many ranks have ended."""

@@ -115,7 +115,7 @@ def compare(
         if one.error
     ]
     found += [
-        Difference("hang", f"attempt {n}: ranks {one.hung} did not end")
+        Difference("hang", f"attempt {n}: ranks {one.hung} did not end{last_words(one)}")
         for n, one in enumerate(attempts)
         if one.hung
     ]
@@ -213,3 +213,9 @@ def _compare_results(
 def _first_other(own: dict[str, Any], other: dict[str, Any]) -> str:
     name = next(name for name in [*other, *own] if own.get(name) != other.get(name))
     return f"{name} = {str(own.get(name))[:100]} instead of {str(other.get(name))[:100]}"
+
+
+def last_words(attempt: Attempt) -> str:
+    """Say what each rank that did not end noted last."""
+    told = [(rank, attempt.diaries[rank]) for rank in attempt.hung if attempt.diaries[rank]]
+    return "".join(f"; rank {rank} last noted {diary[-1]}" for rank, diary in told)

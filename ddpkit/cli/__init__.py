@@ -24,6 +24,7 @@ PROGRAM = "python -m ddpkit"
 #: The commands: what each is for.
 COMMANDS = {
     "ckpt": "look at checkpoints: list, show, verify, average and export them",
+    "diff": "say at which step two runs part, to the bit, and what of it differs first",
     "doctor": (
         "look at this machine, or at all of a launch: what is wrong for training, and what to do"
     ),

@@ -187,6 +187,7 @@ class HashChain(OwnPart):
                 "optimizer": by_module(states),
             },
             labels=labels(str(self.context.device)),
+            same_bits=self.context.strategy.has_same_bits(),
             previous=previous,
             chain=chain,
         )

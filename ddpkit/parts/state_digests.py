@@ -232,7 +232,7 @@ def _plain(value: Any) -> Any:
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield what containers hold, each with the names that lead to it."""
     if isinstance(value, dict):
-        inside: Iterable[tuple[Any, Any]] = sorted(value.items(), key=lambda item: str(item[0]))
+        inside: Iterable[tuple[Any, Any]] = [(key, value[key]) for key in sorted(value, key=str)]
     elif isinstance(value, (list, tuple)):
         inside = enumerate(value)
     else:
@@ -242,7 +242,11 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(inner, f"{name}/{key}")
 
 
-def _hash(values: Iterable[tuple[str, Any]], *, divided: bool = False) -> dict[str, str]:
+def _hash(
+    values: Iterable[tuple[str, Any]],
+    *,
+    divided: bool = False,
+) -> dict[str, str]:
     """Hash values by name: on the main process all that it has; elsewhere those alone that other
     ranks may not have.
     """

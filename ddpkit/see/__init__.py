@@ -1,5 +1,5 @@
 """Commands that look at a machine, at a recipe on it, and at runs: ``scale``, ``estimate``,
-``lr-find``, ``doctor`` and ``report``.
+``lr-find``, ``doctor``, ``report`` and ``diff``.
 """
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+from ddpkit.see.diff.command import run_diff as run_diff
 from ddpkit.see.doctor.command import (
     Request as Request,
     run_doctor as run_doctor,

@@ -94,8 +94,14 @@ TABLE = (
     ),
     Feature(
         "ddpkit/parts/hash_chain.py",
-        r"hash_(every|chain)|HashChain",
-        tests=(*_AROUND, "tests/parts/test_hash_chain.py", "tests/ranks/test_hash_chain.py"),
+        r"hash_(every|chain)|HashChain|see[./]diff|cli[./]diff",  # `diff` checks chains
+        tests=(
+            *_AROUND,
+            "tests/parts/test_hash_chain.py",
+            "tests/ranks/test_hash_chain.py",
+            "tests/see/diff",
+            "ddpkit/see/diff",
+        ),
     ),
     Feature(  # digests of tensors, of which the chain is made
         "ddpkit/parts/state_digests.py",

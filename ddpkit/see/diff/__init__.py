@@ -1,0 +1,1 @@
+"""What ``python -m ddpkit diff`` is made of."""

@@ -1,0 +1,168 @@
+"""What ``diff`` says of two runs, in lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.see.diff.circumstances import NO_EQUAL_BITS, OTHER_TRAINING
+from ddpkit.see.diff.first_difference import BY_MODULE, equal_fields
+from ddpkit.see.diff.hashed_run import FIELDS
+
+if TYPE_CHECKING:
+    from ddpkit.see.diff.first_difference import Comparison
+
+NAMED = 6  # modules of a line
+LONGEST = 40  # letters of a value; of a longer one, such as a digest, the first
+SHOWN = 12
+WORDS = {
+    "samples": "samples",
+    "loss": "loss",
+    "gradients": "gradients",
+    "settings": "settings",
+    "optimizer": "states",
+    "weights": "weights",
+}
+#: By what differs first in a step whose step before is equal.
+MEANINGS = {
+    "samples": (
+        "The step was made of other samples. Look at the seed, the length and the order of the "
+        "data, and the batch size."
+    ),
+    "loss": (
+        "With equal indices of samples the loss is another: what the samples hold, the forward "
+        "pass (dropout, augmentation, kernels), the loss, or weights that were changed since the "
+        "record before."
+    ),
+    "gradients": (
+        "With an equal loss the gradients are others: the backward pass, what was added to the "
+        "gradients or averaged; or a forward pass, where the loss was rounded to the same number."
+    ),
+    "settings": (
+        "With equal gradients the optimizers' settings are others, such as a learning rate: look "
+        "at the schedule."
+    ),
+    "optimizer": (
+        "With equal gradients and settings the optimizers' states are others: clipping, the "
+        "optimizer's own step, or bits that were changed in memory."
+    ),
+    "weights": (
+        "With equal gradients, settings and states the weights are others: clipping, the "
+        "optimizer's own step, or something that has changed weights after it, a flipped bit of "
+        "the memory too."
+    ),
+}
+EQUAL = "Equal to the last bit: all {} optimizer steps that both have recorded, up to step {}."
+FURTHER = (
+    "{} has {} further records after step {}, and the other has none: it has ended, was killed, or "
+    "has skipped the steps after it."
+)
+NOT_EXACT = (
+    "The steps between have no record: the first difference is in one of them. Records of the step "
+    "itself tell what of it was first."
+)
+AGAIN = "To see each step, run both again with --hash_every=1 from here:"
+FROM_START = "{}: from the beginning, as it has no checkpoint before step {}"
+FROM_CHECKPOINT = "{}: from {} (step {})"
+
+
+def lines_of(comparison: Comparison) -> list[str]:
+    """Return what is said of two runs.
+
+    Args:
+        comparison: of them.
+
+    Ranks: local.
+    """
+    one, other = comparison.runs
+    lines = [f"A: {one.label}", f"B: {other.label}"]
+    for name, run in (("A", one), ("B", other)):
+        lines += [f"{name}: {problem}." for problem in run.problems]
+    lines.append("")
+    if comparison.step is None:
+        lines += _equal(comparison)
+    else:
+        lines += _different(comparison, comparison.step)
+    return [*lines, *_besides(comparison)]
+
+
+def _equal(comparison: Comparison) -> list[str]:
+    steps = comparison.common
+    lines = [EQUAL.format(len(steps), steps[-1])]
+    for name, run in zip("AB", comparison.runs, strict=True):
+        more = sum(step > steps[-1] for step in run.steps)
+        if more:
+            lines.append(FURTHER.format(name, more, steps[-1]))
+    return lines
+
+
+def _different(comparison: Comparison, step: int) -> list[str]:
+    before = comparison.equal_before
+    first = comparison.differ[0]
+    since = "from the first record on" if before is None else f"step {before} is equal"
+    lines = [f"The runs differ at optimizer step {step}; {since}."]
+    if comparison.is_exact:
+        lines.append(f"First in it: {_named(comparison, first)}. {MEANINGS[first]}")
+    else:
+        lines.append(NOT_EXACT)
+    lines.append("")
+    equal = equal_fields(comparison)
+    for name in FIELDS:
+        state = "equal" if name in equal else f"differ{_detail(comparison, name)}"
+        lines.append(f"  {WORDS[name]:10} {state}")
+    if not comparison.is_exact:
+        lines += ["", AGAIN, *_starts(comparison, step)]
+    return lines
+
+
+def _named(comparison: Comparison, name: str) -> str:
+    """Return the name of a field, and of the first module in which it differs."""
+    modules = comparison.modules.get(name, [])
+    return f"{WORDS[name]} of {modules[0]}" if modules else WORDS[name]
+
+
+def _detail(comparison: Comparison, name: str) -> str:
+    if name == "loss":
+        one, other = comparison.values(name)
+        return f": {one!r} and {other!r}"
+    if name not in BY_MODULE:
+        return ""
+    modules = comparison.modules.get(name, [])
+    shown = ", ".join(modules[:NAMED])
+    more = len(modules) - NAMED
+    if more > 0:
+        shown += f" and {more} more"
+    return f": {shown}" if shown else ""
+
+
+def _starts(comparison: Comparison, step: int) -> list[str]:
+    lines = []
+    for name, run in zip("AB", comparison.runs, strict=True):
+        found = run.checkpoint_before(comparison.equal_before or step)
+        if found is None:
+            words = FROM_START.format(name, step)
+        else:
+            number, path = found
+            words = FROM_CHECKPOINT.format(name, path, number)
+        lines.append(f"  {words}")
+    return lines
+
+
+def _besides(comparison: Comparison) -> list[str]:
+    rows = comparison.besides
+    if not rows:
+        return ["", "Labels, options and versions of the two runs are the same."]
+    meanings = {row.meaning for row in rows}
+    lines = ["", "Besides, these differ:"]
+    for row in rows:
+        one, other = map(_short, row.values)
+        lines.append(f"  {row.name}: {one} and {other} ({row.meaning})")
+    if comparison.step is not None and NO_EQUAL_BITS in meanings:
+        lines.append("So the two runs cannot be expected to be equal.")
+    elif comparison.step is not None and OTHER_TRAINING in meanings:
+        lines.append("So the two runs are two different trainings.")
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return f"{text[:SHOWN]}..." if len(text) > LONGEST else text

@@ -1,0 +1,156 @@
+"""``python -m ddpkit diff``: where two runs part, and what of the step differs first."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from ddpkit.cli import main
+from ddpkit.errors import ConfigError
+from ddpkit.see import run_diff
+from tests.see.diff.planted import KINDS, Planted, draw, is_named, told, train
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run in which nothing is changed."""
+    return train(tmp_path_factory.mktemp("plain"))
+
+
+def lines_of(one, other):
+    lines = []
+    status = run_diff([str(one), str(other)], lines.append)
+    return "\n".join(lines), status
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_difference_is_named(plain, tmp_path, kind):
+    planted = draw(kind, random.Random(7))
+    found, status = told(plain, train(tmp_path, planted))
+    assert is_named(planted, found, status), (planted, found)
+
+
+def test_equal_runs_are_equal(plain, tmp_path):
+    text, status = lines_of(plain, train(tmp_path))
+    assert status == 0
+    assert "Equal to the last bit: all 12 optimizer steps that both have recorded" in text
+    assert "Labels, options and versions of the two runs are the same." in text
+
+
+def test_the_lines_name_step_module_and_meaning(plain, tmp_path):
+    planted = Planted("gradient bit", 5, "gradients", "net.3", place=12)
+    text, status = lines_of(plain, train(tmp_path, planted))
+    assert status == 1
+    assert "The runs differ at optimizer step 5; step 4 is equal." in text
+    assert "First in it: gradients of net.3." in text
+    assert "  loss       equal" in text
+    assert "  gradients  differ: net.3\n" in text
+
+
+def test_labels_and_options_that_forbid_equal_bits_are_told(plain, tmp_path):
+    other = train(tmp_path / "a", Planted("dropout", 3))
+    text, _ = lines_of(plain, changed(other, tmp_path / "b", labels={"torch": "1.0"}))
+    assert "torch: " in text
+    assert "and 1.0 (no equal bits can be expected)" in text
+    assert "So the two runs cannot be expected to be equal." in text
+    text, _ = lines_of(plain, train(tmp_path / "c", max_grad_norm=0.25))
+    assert "--max_grad_norm: None and 0.25 (it changes the numbers of a training)" in text
+    assert "So the two runs are two different trainings." in text
+
+
+def events_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def written(events, folder):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    return folder
+
+
+def changed(run, folder, step=None, **fields):
+    """Write a run's log with other fields in its records, of one step or of all."""
+    events = [
+        {**event, **fields} if event["event"] == "hash" and step in {None, event["step"]} else event
+        for event in events_of(run)
+    ]
+    return written(events, folder)
+
+
+def test_a_record_that_was_changed_after_the_run_is_told(plain, tmp_path):
+    forged = changed(plain, tmp_path / "run", step=4, weights="0" * 64)
+    text, status = lines_of(forged, plain)
+    assert status == 1
+    assert "A: the record of step 4 does not fit to its own chain: it was changed after" in text
+
+
+def test_a_record_that_was_taken_away_is_told_even_where_the_others_are_equal(plain, tmp_path):
+    events = [event for event in events_of(plain) if event.get("step") != 4]
+    text, status = lines_of(plain, written(events, tmp_path / "run"))
+    assert status == 1
+    assert "B: the record before that of step 5 is missing." in text
+    assert "Equal to the last bit: all 11" in text
+
+
+def test_a_run_that_ended_earlier_is_equal_so_far_and_the_other_has_more(plain, tmp_path):
+    events = [event for event in events_of(plain) if event.get("step", 0) <= 9]
+    text, status = lines_of(plain, written(events, tmp_path / "run"))
+    assert status == 0
+    assert "A has 3 further records after step 9" in text
+
+
+def test_records_that_are_rare_say_between_which_steps_and_from_where_to_look(plain, tmp_path):
+    rare = train(tmp_path / "a", Planted("dropout", 6), hash_every=4)
+    saved = {"event": "checkpoint", "path": "save/CKPT+1", "optimizer_step": 3}
+    text, status = lines_of(written([saved, *events_of(plain)], tmp_path / "b"), rare)
+    assert status == 1
+    assert "The runs differ at optimizer step 8; step 4 is equal." in text
+    assert "The steps between have no record" in text
+    assert "  A: from save/CKPT+1 (step 3)" in text
+    assert "  B: from the beginning, as it has no checkpoint before step 8" in text
+    assert "First in it" not in text
+
+
+def test_a_restart_that_has_not_repeated_its_steps_is_told(plain, tmp_path):
+    first = [event for event in events_of(plain) if event.get("step", 0) <= 6]
+    other = events_of(train(tmp_path / "other", Planted("dropout", 5)))
+    again = [event for event in other if event["event"] == "fit" or event.get("step", 0) >= 5]
+    text, status = lines_of(plain, written([*first, *again], tmp_path / "run"))
+    assert status == 1
+    assert "B: step 5 was recorded twice, with other loss and gradients and optimizer" in text
+
+
+def test_runs_without_records_or_without_a_common_step_are_refused(plain, tmp_path):
+    silent = train(tmp_path / "a", hash_every=0)
+    with pytest.raises(ConfigError, match="it was run without --hash_every"):
+        lines_of(plain, silent)
+    with pytest.raises(ConfigError, match=r"'c' has steps 5, 10, 'b' has steps 7"):
+        lines_of(train(tmp_path / "c", hash_every=5), train(tmp_path / "b", hash_every=7))
+    broken = written([{"event": "hash", "step": 1}], tmp_path / "d")
+    with pytest.raises(ConfigError, match="an event 'hash' that ddpkit has not written"):
+        lines_of(plain, broken)
+
+
+def test_numbers_of_processes_matter_unless_both_runs_promise_the_same_bits(plain, tmp_path):
+    alone = changed(plain, tmp_path / "alone", same_bits=True)
+    events = [
+        {**event, "world_size": 2} if event["event"] == "fit" else event
+        for event in events_of(alone)
+    ]
+    two = written(events, tmp_path / "two")
+    text, _ = lines_of(plain, two)
+    assert "processes: 1 and 2 (no equal bits can be expected)" in text
+    text, _ = lines_of(alone, two)
+    assert "processes" not in text
+
+
+def test_the_command_and_its_exit_status(plain, tmp_path, capsys):
+    other = train(tmp_path, Planted("dropout", 3))
+    assert main(["diff", str(plain), str(plain)]) == 0
+    assert main(["diff", str(plain), str(other), "--json"]) == 1
+    assert main(["diff", str(plain), str(tmp_path / "none")]) == 1
+    captured = capsys.readouterr()
+    assert '"first": "loss"' in captured.out
+    assert "does not exist" in captured.err

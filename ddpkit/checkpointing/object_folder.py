@@ -26,6 +26,7 @@ from ddpkit.checkpointing.object_index import read_index, write_index
 from ddpkit.checkpointing.object_names import (
     folder_of,
     is_one_part,
+    may_come_again,
     name_and_version,
     newest_versions,
 )
@@ -342,7 +343,9 @@ class ObjectFolder:
             lock.require()
             self._delete_folder(folder)
         lock.require()
-        write_index(self._objects, kept)
+        # a run that has lost the lock may still be sending a file there: so no save takes the name
+        left = {folder for folder in candidates - kept if may_come_again(folder)}
+        write_index(self._objects, kept | left)
         self._end_uploads()
 
     def _end_uploads(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 _VERSION = re.compile(r"(?P<name>.+)@(?P<version>[0-9]{1,9})(?:-(?P<hold>[0-9a-f]{8}))?", re.DOTALL)
 _HOLD_DIGITS = 8
+_OF_A_TIME = re.compile(r"CKPT\+\d{4}-\d\d-\d\d\+\d\d-\d\d-\d\d\+\d+")
 
 
 def is_one_part(name: str) -> bool:
@@ -47,6 +48,19 @@ def folder_of(
     if not version and not _VERSION.fullmatch(name):
         return name
     return f"{name}@{version}-{token[:_HOLD_DIGITS]}" if token else f"{name}@{version}"
+
+
+def may_come_again(folder: str) -> bool:
+    """Say whether a later save may be written into a folder, too: that of a name that the caller
+    gives, in its version 0. A name that is made of the time never comes again.
+
+    Example:
+        >>> may_come_again("CKPT+best"), may_come_again("CKPT+best@1-01234567")
+        (True, False)
+        >>> may_come_again("CKPT+2026-11-29+12-00-00+00")
+        False
+    """
+    return not (_VERSION.fullmatch(folder) or _OF_A_TIME.fullmatch(folder))
 
 
 def name_and_version(folder: str) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from ddpkit.compat.blocking_waits import (
     TellsWaitsOfBuffers as TellsWaitsOfBuffers,
     tell_waits_of_fsdp as tell_waits_of_fsdp,
 )
+from ddpkit.compat.exiting import before_pools_end as before_pools_end
 from ddpkit.compat.first_calls import (
     CallNotice as CallNotice,
 )

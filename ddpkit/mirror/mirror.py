@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit.base import EARLIER, move_to_earlier, writing
 from ddpkit.checkpointing import DIRECTORY_PREFIX, REMOTES
+from ddpkit.compat import before_pools_end
 from ddpkit.control import at_exit
 from ddpkit.distributed import get_rank, is_local_rank_zero
 from ddpkit.logger import get_logger, show_as
@@ -118,6 +119,7 @@ class Mirror:
                 return
             count = self.files.pull(replaces=self.is_kept and not self._keeps_own_files())
             self._has_begun = True
+            before_pools_end(self._copy_last)  # which packages of stores send their requests by
             at_exit(self.close)  # before the locks are given back, which were taken before this
         if count:
             logger.debug("%d files were copied from %s to %s", count, self.objects.url, self.folder)

@@ -29,6 +29,7 @@ PINNED = ".uploading"  # holds links of the files that are being copied
 FIRST_PAUSE_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 60.0
 TELL_SECONDS = 30.0
+PINS = 5  # attempts, where a save replaces a checkpoint meanwhile
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class _Queue:
         numbers: of the saves, by name.
         count: of the saves.
         done: the number of the latest that is complete in the store.
+        refused: names of those to delete that the store has refused to, until the next save.
     """
 
     saved: dict[str, float] = field(default_factory=dict)
@@ -67,14 +69,17 @@ class _Queue:
     numbers: dict[str, int] = field(default_factory=dict)
     count: int = 0
     done: int = 0
+    refused: set[str] = field(default_factory=set)
 
     def due(self) -> list[str]:
-        """Return what may be deleted: a later save is complete in the store, or all that this
+        """Return what is to be deleted now: a later save is complete in the store, or all that this
         machine has is.
         """
-        if not self.saved:
-            return list(self.doomed)
-        return [name for name, number in self.doomed.items() if number <= self.done]
+        return [
+            name
+            for name, number in self.doomed.items()
+            if name not in self.refused and (not self.saved or number <= self.done)
+        ]
 
 
 class Uploads:
@@ -127,6 +132,7 @@ class Uploads:
         """Note checkpoints that have their names in the folder, in the order of their saves."""
         with self._changed:
             queue = self._queue
+            queue.refused.clear()
             for name in names:
                 queue.count += 1
                 queue.numbers[name] = queue.count
@@ -230,9 +236,9 @@ class Uploads:
                 # first: a store that refuses to delete still gets what was saved
                 if name is not None:
                     self._upload(name, self._queue.saved.get(name, time.monotonic()))
+                    pause = 0.0
+                    self._error = None
                 self._delete_due(due)
-                pause = 0.0
-                self._error = None
             except FolderInUseError as error:
                 self._give_up(error)
                 return
@@ -276,8 +282,26 @@ class Uploads:
         self._tell(Uploaded(name, size, now - begun, now - since, behind))
 
     def _delete_due(self, due: list[str]) -> None:
-        if due:
+        """Delete in the store. What it refuses to delete is tried again with the next save: nothing
+        waits for it.
+        """
+        if not due:
+            return
+        try:
             self._delete(due)
+        except FolderInUseError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- of a store's package; told, and tried again
+            logger.warning(
+                "%s cannot be deleted in the store, and count there until then: %s: %s It is tried "
+                "again with the next save, or by a later run.",
+                ", ".join(due),
+                type(error).__name__,
+                error,
+            )
+            with self._changed:
+                self._queue.refused.update(due)
+            return
         with self._changed:
             for other in due:
                 self._queue.doomed.pop(other, None)
@@ -293,18 +317,36 @@ class Uploads:
 
     def _pin(self, name: str) -> Path | None:
         """Return a directory with links of a checkpoint's files; None: it is gone."""
+        source = self._folder / name
         pinned = self._folder / PINNED / name
-        shutil.rmtree(pinned, ignore_errors=True)
-        try:
-            shutil.copytree(self._folder / name, pinned, copy_function=_link)
-        except (FileNotFoundError, shutil.Error):
+        reason: Exception | None = None
+        for _ in range(PINS):
             shutil.rmtree(pinned, ignore_errors=True)
-            if (self._folder / name).exists():
-                raise CheckpointError(
-                    f"{self._folder / name} cannot be prepared for its copy into the store."
-                ) from None
-            return None
-        return pinned
+            found = _identity(source)
+            if found is None:
+                return None
+            try:
+                shutil.copytree(source, pinned, copy_function=_link)
+            except (FileNotFoundError, shutil.Error) as error:
+                reason = error
+                continue
+            # a save may have put another directory of this name there: then these are files of both
+            if _identity(source) == found:
+                return pinned
+        shutil.rmtree(pinned, ignore_errors=True)
+        raise CheckpointError(
+            f"{source} cannot be prepared for its copy into the store: "
+            f"{reason or 'saves replace it all the time'}."
+        )
+
+
+def _identity(directory: Path) -> tuple[int, int, int] | None:
+    """Return what tells a directory from another one that takes its name; None: it is gone."""
+    try:
+        status = directory.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _link(

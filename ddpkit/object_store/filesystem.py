@@ -20,6 +20,11 @@ PART_BYTES = 8 << 20
 MOST_PARTS = 9_000  # S3 has 10000 for a file
 PARTS_AT_ONCE = 4
 
+# Without these s3fs and botocore make 25 attempts for one of ours, and the end of a run whose store
+# does not answer takes an hour. The second is for a part of a large file.
+ATTEMPTS_OF_S3FS = 2
+SETTINGS_OF_BOTOCORE = {"retries": {"mode": "standard", "total_max_attempts": 1}}
+
 
 def _parts_of_s3(size: int) -> dict[str, Any]:
     """Return how a file is cut; s3fs would have 500 MB of it in memory."""
@@ -64,7 +69,8 @@ class Kind:
 def kinds() -> dict[str, Kind]:
     """Return the kinds of stores, by the protocols of their URLs."""
     no_cache = {"use_listings_cache": False}
-    s3 = Kind("s3fs", True, no_cache, _parts_of_s3, parts_stay=True)
+    for_s3 = {**no_cache, "config_kwargs": SETTINGS_OF_BOTOCORE}
+    s3 = Kind("s3fs", True, for_s3, _parts_of_s3, parts_stay=True)
     google = Kind("gcsfs", True, no_cache, _parts_of_google)
     azure = Kind("adlfs", True, no_cache, _parts_of_azure)
     disk = Kind(creates=True, options={"auto_mkdir": True})
@@ -124,6 +130,8 @@ def open_filesystem(
             "Give a folder of a store that fsspec knows, such as s3://BUCKET/FOLDER, "
             "gs://BUCKET/FOLDER or az://CONTAINER/FOLDER."
         ) from error
+    if kind.package == "s3fs":
+        filesystem.retries = ATTEMPTS_OF_S3FS
     return filesystem, str(folder).rstrip("/")
 
 

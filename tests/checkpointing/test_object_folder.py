@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from ddpkit.checkpointing import ObjectFolder, verify
-from ddpkit.checkpointing.object_index import INDEX_NAME, read_index
+from ddpkit.checkpointing.object_index import INDEX_NAME, read_index, write_index
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError, ObjectStoreError
 from ddpkit.object_store import Objects, StoreLock, repetition
 from tests import faulty_store
@@ -270,6 +270,20 @@ def test_what_a_run_that_has_lost_the_lock_still_sends_harms_nothing(
 
 
 # ------------------------------------------------------------------------ stores that misbehave
+
+
+def test_a_file_that_a_run_sends_after_the_takeover_lands_in_no_checkpoint(folder, objects, disk):
+    directory = make(disk, "CKPT+best", step=1)
+    write_index(objects, {"CKPT+best"})  # of the run that is about to lose the lock
+    with StoreLock(folder.url).hold():
+        lock = StoreLock(folder.url)
+        lock.acquire()
+        folder.clean(lock)
+        folder.put(directory, lock=lock)
+        objects.write("CKPT+best/CKPT.yaml", b"old")  # it was on its way
+        lock.release()
+    assert folder.names() == ["CKPT+best"]
+    assert folder.verify("CKPT+best", "full") == []
 
 
 @pytest.fixture

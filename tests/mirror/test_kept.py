@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -319,3 +320,53 @@ def test_a_store_that_refuses_to_delete_still_gets_what_is_saved(
     train(checkpointer, 4)
     assert set(names(checkpointer)) <= set(checkpoints_in(store))
     assert "may not delete" in caplog.text
+
+
+def test_what_the_store_refuses_to_delete_is_told_as_that_and_waited_for_by_nobody(
+    store, place, monkeypatch, caplog
+):
+    def refuse(self, path):
+        if "CKPT+" in path:
+            raise PermissionError(f"no permission to delete {path}")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "rm_file", refuse)
+    monkeypatch.setattr(kept, "END_SECONDS", 300.0)
+    checkpointer = place()
+    begun = time.monotonic()
+    train(checkpointer, 2)
+    assert time.monotonic() - begun < 60
+    assert set(names(checkpointer)) < set(checkpoints_in(store))
+    assert "cannot be deleted in the store, and count there until then" in caplog.text
+    assert "It is tried again in" not in caplog.text
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_pinned_is_pinned_again(tmp_path, monkeypatch):
+    folder = tmp_path / "save"
+
+    def save(text):
+        folder.mkdir(exist_ok=True)
+        staging = make_staging(folder / "CKPT+x")
+        for name in ("a.ckpt", "b.ckpt"):
+            (staging / name).write_text(text)
+        commit_staging(staging, folder / "CKPT+x")
+
+    save("old")
+    linked = []
+
+    def link(source, target):
+        plain(source, target)
+        linked.append(target)
+        if len(linked) == 1:
+            save("new")
+
+    plain = uploads._link
+    monkeypatch.setattr(uploads, "_link", link)
+    copied = []
+
+    def copy(directory):
+        copied.append({path.name: path.read_text() for path in directory.glob("*.ckpt")})
+
+    own = uploads.Uploads(folder, copy, len, len)
+    own.add(["CKPT+x"])
+    own.wait(60)
+    assert copied == [{"a.ckpt": "new", "b.ckpt": "new"}]

@@ -156,6 +156,7 @@ def shard(dataset: Any, sharding: Sharding, **loader_kwargs: Any) -> Any:
         "drop_last": drop_last,
         "keep_step": sharding.keep_step,
         "shards": sharding.division.each,
+        "in_turns": sharding.in_turns,
     }
     if batch_sampler is not None:
         options.pop("batch_size", None)

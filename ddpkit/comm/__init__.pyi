@@ -42,4 +42,5 @@ from ddpkit.comm.tree_sum import (
     OrderedSum as OrderedSum,
     TreeSum as TreeSum,
     add_tensors as add_tensors,
+    subtrees_of as subtrees_of,
 )

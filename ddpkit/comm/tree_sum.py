@@ -127,6 +127,7 @@ class OrderedSum:
         like: the shapes, dtypes and devices of a part's tensors.
         parts: their number over all ranks, a multiple of the number of ranks. Rank ``r`` of ``W``
             has the parts from ``r * parts / W`` on.
+        in_turns: whether it has ``r``, ``r + W`` and so on instead.
         bucket_bytes: how much of a subtree is sent at once; changes no bit of the sums.
         whole_bytes: up to how much of all subtrees goes to every rank, in host memory; changes no
             bit either.
@@ -146,14 +147,27 @@ class OrderedSum:
         parts: int,
         bucket_bytes: int = BUCKET_BYTES,
         whole_bytes: int = WHOLE_BYTES,
+        *,
+        in_turns: bool = False,
     ) -> None:
         self.world_size = (
             dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         )
         self._like, self._bucket_bytes, each = like, bucket_bytes, parts // self.world_size
         self._subtrees = [
-            _subtrees_of(range(rank * each, (rank + 1) * each)) for rank in range(self.world_size)
+            subtrees_of(
+                range(rank, parts, self.world_size)
+                if in_turns
+                else range(rank * each, (rank + 1) * each)
+            )
+            for rank in range(self.world_size)
         ]
+        every_subtree = list(itertools.chain.from_iterable(self._subtrees))
+        # where each is among those of all ranks, and its level and number; in the order of the tree
+        self._in_order = sorted(
+            enumerate(every_subtree),
+            key=lambda one: one[1][1] << one[1][0],
+        )
         self._known: dict[tuple[int, ...], list[_Bucket]] = {}  # by which tensors are there
         numbers = torch.zeros(len(like), dtype=torch.int64)  # how many subtrees have each tensor
         every = [*like, numbers]
@@ -217,19 +231,15 @@ class OrderedSum:
                 [len(totals) * row_bytes] * self.world_size,
             )
         tree = TreeSum(add_tensors)
-        subtrees = itertools.chain.from_iterable(self._subtrees)
-        for (level, place), row in zip(
-            subtrees,
-            received.view(-1, row_bytes).unbind(),
-            strict=True,
-        ):
+        every_row = received.view(-1, row_bytes).unbind()
+        for place, (level, number) in self._in_order:
             parts = zip(
-                torch.split(row, [bucket.row_bytes for bucket in self._whole]),
+                torch.split(every_row[place], [bucket.row_bytes for bucket in self._whole]),
                 self._whole,
                 strict=True,
             )
             tree.push(
-                place,
+                number,
                 [part.view(bucket.dtype) for part, bucket in parts],
                 level,
             )
@@ -278,9 +288,9 @@ class OrderedSum:
                 [number * chunk * item] * world_size,
             )
         tree = TreeSum(torch.Tensor.add_)
-        subtrees = itertools.chain.from_iterable(self._subtrees)
-        for (level, place), part in zip(subtrees, received.view(-1, chunk).unbind(), strict=True):
-            tree.push(place, part, level)
+        every_part = received.view(-1, chunk).unbind()
+        for place, (level, subtree) in self._in_order:
+            tree.push(subtree, every_part[place], level)
         joined = sent.new_empty(world_size * chunk)
         own_sum = tree.total().contiguous()
         with waiting():
@@ -332,7 +342,18 @@ class _Bucket:
             yield place, padded[:size]
 
 
-def _subtrees_of(parts: range) -> list[tuple[int, int]]:
+def subtrees_of(parts: range) -> list[tuple[int, int]]:
+    """Return level and number of the subtrees that some parts come to.
+
+    Args:
+        parts: in the order in which they come.
+
+    Ranks: local.
+
+    Example:
+        >>> subtrees_of(range(6)), subtrees_of(range(1, 6, 2))
+        ([(2, 0), (1, 2)], [(0, 1), (0, 3), (0, 5)])
+    """
     tree = TreeSum(lambda *_: None)
     for part in parts:
         tree.push(part, None)

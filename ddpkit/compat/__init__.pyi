@@ -54,6 +54,8 @@ from ddpkit.compat.torch_inside import (
     is_compiled as is_compiled,
     multiply_all as multiply_all,
     norm_of_all as norm_of_all,
+    norm_of_norms as norm_of_norms,
+    norms_of_each as norms_of_each,
     show_order as show_order,
     timeout_of as timeout_of,
     version_of as version_of,

@@ -206,6 +206,38 @@ def norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return norm
 
 
+def norms_of_each(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the norm of each tensor: the bits of those that :func:`norm_of_all` takes the norm of.
+
+    Args:
+        tensors: of one dtype, on one device.
+
+    Ranks: local.
+
+    Example:
+        >>> norms_of_each([torch.tensor([3.0, 4.0])])
+        [tensor(5.)]
+    """
+    at_once: Any = getattr(torch, "_foreach_norm", None)
+    if at_once is None:
+        return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    found: Sequence[torch.Tensor] = list(at_once(tensors, 2.0)) if tensors else []
+    return found
+
+
+def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of tensors whose norms these are.
+
+    Ranks: local.
+
+    Example:
+        >>> norm_of_norms([torch.tensor(3.0), torch.tensor(4.0)])
+        tensor(5.)
+    """
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return norm
+
+
 # ---------------------------------------------------------------------- backward passes
 
 _PUBLIC: Any = torch.Tensor.backward, torch.autograd.backward

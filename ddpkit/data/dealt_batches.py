@@ -26,6 +26,7 @@ class DealtBatchSampler(RankBatchSampler):
         keep_step: as in :class:`PlannedBatchSampler`.
         shards: batches of a round that each rank takes one after another; a round has one for each
             shard of each rank.
+        in_turns: which of them this rank takes, as in :class:`~ddpkit.data.sharding.Division`.
 
     Ranks: local. All ranks must give equal batch samplers.
 
@@ -36,7 +37,7 @@ class DealtBatchSampler(RankBatchSampler):
         [[[0, 1], [4]], [[2, 3], [4]]]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- the loader's arguments
         self,
         batch_sampler: Iterable[list[Any]],
         rank: int = 0,
@@ -46,10 +47,10 @@ class DealtBatchSampler(RankBatchSampler):
         drop_last: bool = False,
         keep_step: bool = True,
         shards: int = 1,
+        in_turns: bool = False,
     ) -> None:
-        super().__init__(batch_sampler, rank, world_size)
+        super().__init__(batch_sampler, rank, world_size, shards, in_turns=in_turns)
         self.batch_sampler = batch_sampler
-        self.shards = shards
         self.seed = seed
         self.drop_last = drop_last
         self.keep_step = keep_step
@@ -108,11 +109,7 @@ class DealtBatchSampler(RankBatchSampler):
         whole = rounds * self.shards
         if not rest or self.drop_last:
             return whole
-        return whole + (
-            self.shards
-            if self.keep_step
-            else min(max(rest - self.rank * self.shards, 0), self.shards)
-        )
+        return whole + (self.shards if self.keep_step else sum(shard < rest for shard in self.mine))
 
     def __iter__(self) -> Iterator[list[Any]]:
         skip = self.skip
@@ -128,7 +125,7 @@ class DealtBatchSampler(RankBatchSampler):
         none.
         """
         number, shard = divmod(batch, self.shards)
-        position = (number * self.world_size + self.rank) * self.shards + shard
+        position = number * self.world_size * self.shards + self.mine[shard]
         own: list[Any] = batches[position] if position < len(batches) else []
         return own
 

@@ -37,6 +37,8 @@ class PlannedBatchSampler(RankBatchSampler):
         shards: parts of every batch that each rank takes, and yields one after another as batches
             of their own. The plan is then that of ``world_size * shards`` ranks, and ``batch_size``
             the samples of such a part.
+        in_turns: which of the parts this rank takes, as in
+            :class:`~ddpkit.data.sharding.Division`.
 
     Ranks: local. All ranks must give the same arguments but ``rank``.
 
@@ -63,9 +65,9 @@ class PlannedBatchSampler(RankBatchSampler):
         global_batch_size: int | None = None,
         micro_batches: int = 1,
         shards: int = 1,
+        in_turns: bool = False,
     ) -> None:
-        super().__init__(source, rank, world_size)
-        self.shards = shards
+        super().__init__(source, rank, world_size, shards, in_turns=in_turns)
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
@@ -121,7 +123,7 @@ class PlannedBatchSampler(RankBatchSampler):
     def _share(self, plan: SamplingPlan, batch: int) -> tuple[int, int]:
         """Return the positions of this rank's batch of that number."""
         number, shard = divmod(batch, self.shards)
-        return plan.share(number, self.rank * self.shards + shard)
+        return plan.share(number, self.mine[shard])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""

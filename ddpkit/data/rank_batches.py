@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 
 from ddpkit.data.plan import set_epoch_inside
 from ddpkit.data.sampler_drawing import draw_alike
+from ddpkit.data.sharding import Division
 
 
 class RankBatchSampler(Sampler[list[Any]]):
@@ -18,6 +19,8 @@ class RankBatchSampler(Sampler[list[Any]]):
     Attributes:
         source: what is divided: a number of samples, or what a user's sampler or batch sampler
             yields.
+        division: how every round is divided.
+        mine: the numbers of this rank's shards, in the order in which it yields their batches.
         epoch: whose batches the next iteration yields.
         skip: batches that the next iteration leaves out.
     """
@@ -30,10 +33,16 @@ class RankBatchSampler(Sampler[list[Any]]):
         source: Any,
         rank: int,
         world_size: int,
+        shards: int = 1,
+        *,
+        in_turns: bool = False,
     ) -> None:
         self.source = source
         self.rank = rank
         self.world_size = world_size
+        self.shards = shards
+        self.division = Division(rank, world_size, world_size * shards, in_turns)
+        self.mine = self.division.mine
         self.epoch = 1
         self.skip = 0
         self._drawn: list[Any] | None = None

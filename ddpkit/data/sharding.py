@@ -38,6 +38,9 @@ class Division:
         world_size: number of ranks that divide the data.
         virtual_ranks: the number of shards, where it is the same on any number of ranks; a multiple
             of theirs. None: each rank is a shard.
+        in_turns: whether the shards that the ranks work on at the same time follow each other:
+            those of a rank are then ``rank``, ``rank + world_size`` and so on. If not, those of a
+            rank follow each other.
 
     Ranks: local.
 
@@ -45,6 +48,8 @@ class Division:
         >>> division = Division(rank=1, world_size=3, virtual_ranks=6)
         >>> division.number, division.each, division.mine
         (6, 2, range(2, 4))
+        >>> Division(rank=1, world_size=3, virtual_ranks=6, in_turns=True).mine
+        range(1, 6, 3)
         >>> division.in_words, Division(world_size=1).in_words
         ('6 virtual ranks on 3 processes', '1 process')
     """
@@ -52,19 +57,26 @@ class Division:
     rank: int = 0
     world_size: int = 1
     virtual_ranks: int | None = None
+    in_turns: bool = False
 
     @classmethod
-    def of_ranks(cls, virtual_ranks: int | None = None) -> Division:
+    def of_ranks(
+        cls,
+        virtual_ranks: int | None = None,
+        *,
+        in_turns: bool = False,
+    ) -> Division:
         """Return the division over the ranks of the process group.
 
         Args:
             virtual_ranks: likewise.
+            in_turns: likewise.
 
         Example:
             >>> Division.of_ranks(4).mine
             range(0, 4)
         """
-        return cls(get_rank() or 0, get_world_size(), virtual_ranks)
+        return cls(get_rank() or 0, get_world_size(), virtual_ranks, in_turns)
 
     @property
     def is_fixed(self) -> bool:
@@ -86,6 +98,8 @@ class Division:
     @property
     def mine(self) -> range:
         """The numbers of this rank's shards."""
+        if self.in_turns:
+            return range(self.rank, self.number, self.world_size)
         return range(self.rank * self.each, (self.rank + 1) * self.each)
 
     @property
@@ -121,6 +135,7 @@ class Sharding:
         micro_batches: batches that those are worked on in, one after the other.
         virtual_ranks: a multiple of the ranks, over which the data is divided then; each rank takes
             as many of their parts as it stands for, one after another. None: the ranks themselves.
+        in_turns: which of the parts a rank takes, as in :class:`Division`.
         may_drop: whether ``drop_last`` counts. In an evaluation it does not: what it leaves out
             follows from the number of ranks.
 
@@ -139,11 +154,12 @@ class Sharding:
     micro_batches: int = 1
     virtual_ranks: int | None = None
     may_drop: bool = True
+    in_turns: bool = False
 
     @property
     def division(self) -> Division:
         """Into how many shards every batch is divided."""
-        return Division(self.rank, self.world_size, self.virtual_ranks)
+        return Division(self.rank, self.world_size, self.virtual_ranks, self.in_turns)
 
     @property
     def division_of_stream(self) -> Division:
@@ -170,6 +186,7 @@ class Sharding:
                 "rank": found.rank,
                 "world_size": found.world_size,
                 "virtual_ranks": found.virtual_ranks,
+                "in_turns": found.in_turns,
                 "seed": default_seed(),
                 **given,
             }

@@ -31,7 +31,7 @@ from ddpkit.optim.pending_step import PendingStep
 from ddpkit.precision import drop_casts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 @reads_device
@@ -43,6 +43,7 @@ def take_step(
     *,
     updates: bool = True,
     alone: bool = False,
+    norm_of_parts: Callable[[list[Any]], torch.Tensor] | None = None,
 ) -> StepResult:
     """Update the parameters with the accumulated gradients, and clear the gradients.
 
@@ -59,6 +60,8 @@ def take_step(
         alone: each rank steps with its own gradients (post-local SGD). If one is not finite on this
             rank, all of this rank's become zero and it steps all the same, so that all ranks make
             the same number of steps.
+        norm_of_parts: gives the norm of gradients of which each rank has a part, as of one vector
+            of all of them; None: the root of the sum of the parts' squares.
 
     Returns:
         Whether the step was taken, the norm, and whether that was clipped. A step is skipped, and
@@ -79,7 +82,7 @@ def take_step(
         clone_gradients(foreign)
     if scaler is not None:
         optimizers = unscale(optimizers, scaler)
-    found, total_norm = _with_norm(optimizers)
+    found, total_norm = _with_norm(optimizers, norm_of_parts)
     weight = None if is_one(multiplier) else multiplier
     total_norm = total_norm if weight is None else total_norm * weight
     result = result_of_norm(total_norm.item(), max_norm)
@@ -224,7 +227,10 @@ def _dense(parameter: torch.Tensor) -> Any:
     return parameter.grad.values()
 
 
-def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _with_norm(
+    optimizers: Sequence[Optimizer],
+    norm_of_parts: Callable[[list[Any]], torch.Tensor] | None,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return what this rank has of the gradients, and the norm of all of them on all ranks as of
     one vector.
     """
@@ -240,6 +246,8 @@ def _with_norm(optimizers: Sequence[Optimizer]) -> tuple[list[torch.Tensor], tor
             ]
             return found, norm_of_all(found)
     parts = [local_part(gradient) for gradient in found]
+    if norm_of_parts is not None:
+        return parts, norm_of_parts(found)
     square = norm_of_all(parts).to(widest_float(parts[0].device)).square()
     shared = square.to(found[0].device_mesh.device_type)  # the parts may be in host memory
     torch.distributed.all_reduce(shared, group=found[0].device_mesh.get_group())

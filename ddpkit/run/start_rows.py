@@ -4,6 +4,7 @@ columns.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -182,19 +183,20 @@ def _rows_per_process(loader: Any) -> str:
     """
     sampler = plan_of(loader)
     plan = getattr(sampler, "plan", None)
-    shards = getattr(sampler, "shards", 1)
-    if plan is None:
+    if sampler is None or plan is None:
         return ""
-    processes = plan.world_size // shards
+    processes = plan.world_size // sampler.shards
     if processes == 1:
         return "all" if get_world_size() > 1 else ""
-    most, least = (_rows_of(plan, shards, rank) for rank in (0, processes - 1))
+    most, least = (
+        _rows_of(plan, dataclasses.replace(sampler.division, rank=rank).mine)
+        for rank in (0, processes - 1)
+    )
     return str(most) if most == least else f"{least} to {most}"
 
 
-def _rows_of(plan: Any, shards: int, rank: int) -> int:
-    """Return how many samples of an epoch a rank has; full global batches are all alike."""
-    own = range(rank * shards, (rank + 1) * shards)
+def _rows_of(plan: Any, own: range) -> int:
+    """Return how many samples of an epoch some shards have; full global batches are all alike."""
     in_full = range(plan.micro_batches if plan.full_batches else 0)
     rest = range(plan.full_batches, len(plan))
     first, last = (

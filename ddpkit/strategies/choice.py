@@ -104,7 +104,7 @@ def check_strategy(options: RunOptions, *, has_own_fit_batch: bool = False) -> N
     }
     given = options.strategy
     _require_own_option(given, own)
-    asked = [*own] if given == AUTO else [*own, given]
+    asked = _asked(given, own)
     for strategy in asked + _looking(options, asked):
         new_strategy(strategy).check(options, has_own_fit_batch=has_own_fit_batch)
     _refuse_two(options, own)
@@ -210,6 +210,21 @@ def _chosen(options: RunOptions, *, several: bool) -> Any:
     if options.strategy != AUTO:
         return options.strategy
     return DDP if several else SINGLE
+
+
+def _asked(given: Any, own: Mapping[str, Registered]) -> list[Any]:
+    """Return the strategies whose options these are: those that options of their own have chosen,
+    and the one that is given, or what is chosen where both are given.
+    """
+    both = [
+        known.together[given]
+        for known in own.values()
+        if isinstance(given, str) and given in known.together
+    ]
+    if both:
+        chosen = [name for name, known in own.items() if given not in known.together]
+        return [*chosen, *both]
+    return [*own] if given == AUTO else [*own, given]
 
 
 def _looking(options: RunOptions, asked: Collection[Any]) -> list[Any]:

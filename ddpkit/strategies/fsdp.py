@@ -124,6 +124,22 @@ def _send_buffers(module: nn.Module, _: Any) -> None:
             torch.distributed.broadcast(buffer.detach(), src=0)
 
 
+def require_elementwise(name: str, optimizer: Any) -> None:
+    """Refuse an optimizer that is known to need whole parameters.
+
+    Args:
+        name: of the optimizer, for messages.
+        optimizer: of a recipe.
+
+    Raises:
+        ConfigError: it needs whole ones.
+
+    Ranks: local.
+    """
+    if not WHOLE_MATRICES.isdisjoint(base.__name__ for base in type(optimizer).__mro__):
+        raise ConfigError(CANNOT.format(name, type(optimizer).__name__))
+
+
 class FSDP(Strategy):
     """Several processes: ``fully_shard`` on every entry with parameters, and on blocks inside of
     it.
@@ -155,7 +171,7 @@ class FSDP(Strategy):
                 has_own_fit_batch=False,
             )
         self.roots: list[Any] = []
-        self._blocks: list[Any] = []  # the roots, too
+        self.blocks: list[Any] = []  # the roots, too
         self._sending: list[nn.Module] = []  # roots whose buffers move on each rank by itself
         self._called = set[int]()  # blocks, by their places in that list
         # a number that follows from the order of the calls; optimizer steps looked at
@@ -246,11 +262,23 @@ class FSDP(Strategy):
             )
             broadcast_from_main(modules[name], self.device)
             modules[name] = convert_sync_batchnorm(modules[name])
-            if next(modules[name].parameters(), None) is not None:
-                self._divide(name, modules[name])
-            elif is_on_meta(modules[name]):
-                self._give_values(name, modules[name])
+            self._follow_buffers(modules[name])
+            self.divide(name, modules[name])
         self._follow_unwrapped(modules)
+
+    def _follow_buffers(self, module: nn.Module) -> None:
+        if next(module.parameters(), None) is not None and has_moving_buffers(module):
+            self._sending.append(module)
+            module.register_forward_pre_hook(_send_buffers)
+
+    def divide(self, name: str, module: nn.Module) -> None:
+        """Divide an entry that has parameters. What is on the meta device gets the values of
+        rank 0.
+        """
+        if next(module.parameters(), None) is not None:
+            self._divide(name, module)
+        elif is_on_meta(module):
+            self._give_values(name, module)
 
     def _follow_unwrapped(self, modules: nn.ModuleDict) -> None:
         self._unwrapped.follow(
@@ -283,9 +311,6 @@ class FSDP(Strategy):
         options = self.options
         blocks = self._chosen_blocks(name, module)
         from_meta = is_on_meta(module)
-        if has_moving_buffers(module):
-            self._sending.append(module)
-            module.register_forward_pre_hook(_send_buffers)
         kind = torch.device(self.device).type
         policy: dict[str, Any] = {
             "mesh": torch.distributed.init_device_mesh(kind, (get_world_size(),)),
@@ -310,11 +335,11 @@ class FSDP(Strategy):
             # before torch's own hook, which gathers
             note = functools.partial(
                 self._note_call,
-                len(self._blocks),
+                len(self.blocks),
                 path,
             )
             block.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)  # type: ignore[no-untyped-call]
-            self._blocks.append(block)
+            self.blocks.append(block)
         self.roots.append(module)
         module.register_forward_hook(torch.compiler.disable(self._note_output))  # type: ignore[no-untyped-call]
         # Torch makes the whole parameters with the first gathering, and keeps the objects: hooks on
@@ -421,7 +446,7 @@ class FSDP(Strategy):
         """Return rows on the blocks, and on batch statistics."""
         holds = (
             f"fsdp: each process holds 1/{get_world_size()} of the weights, in "
-            f"{len(self._blocks)} block(s)"
+            f"{len(self.blocks)} block(s)"
         )
         return {
             "strategy": holds,
@@ -432,11 +457,12 @@ class FSDP(Strategy):
         """Reshard, before an epoch, the blocks that a recipe's own forward pass has left
         unsharded.
         """
-        self._reshard()
+        self.reshard()
         self._follow_unwrapped(modules)
 
-    def _reshard(self) -> None:
-        for block in self._blocks:
+    def reshard(self) -> None:
+        """Divide again what a forward pass has left whole."""
+        for block in self.blocks:
             block.reshard()
 
     # ----------------------------------------------------------------- the same blocks on all ranks
@@ -490,8 +516,7 @@ class FSDP(Strategy):
         without an error; the others fail.
         """
         for name, optimizer in optimizers.items():
-            if not WHOLE_MATRICES.isdisjoint(base.__name__ for base in type(optimizer).__mro__):
-                raise ConfigError(CANNOT.format(name, type(optimizer).__name__))
+            require_elementwise(name, optimizer)
             if not all(
                 is_sharded(parameter)
                 for group in optimizer.param_groups
@@ -598,6 +623,12 @@ class FSDP(Strategy):
         if module.training and torch.is_grad_enabled():
             self._outputs += with_graph(output)
 
+    def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note which parameters have a gradient, as ranks may use other layers of the same
+        block.
+        """
+        self._order = hash((self._order, *[parameter.grad is None for parameter in parameters]))
+
     def finish_gradients(self, optimizers: Collection[Any] = ()) -> None:
         """Divide what a forward pass without a backward pass has left whole: an optimizer steps on
         the parts.
@@ -605,11 +636,8 @@ class FSDP(Strategy):
         Raises:
             RankMismatchError: the ranks have used other blocks; looked at in the first steps.
         """
-        self._reshard()
-        # gradients count, too: ranks may use other layers of the same block
-        self._order = hash(
-            (self._order, *[parameter.grad is None for parameter in parameters_of(optimizers)])
-        )
+        self.reshard()
+        self.note_gradients(parameters_of(optimizers))
         # a comparison waits for all ranks: later it is made at the end of a pass and before a save
         if self._compared < FIRST_STEPS:
             self._compared += 1
@@ -647,13 +675,13 @@ class FSDP(Strategy):
             self._is_noting = False
             for root in self.roots:
                 root.set_reshard_after_forward(False)
-            for block in self._blocks:
+            for block in self.blocks:
                 block.unshard()
         try:
             yield
         finally:
             self._is_noting = True
-            self._reshard()
+            self.reshard()
             for root in self.roots:
                 root.set_reshard_after_forward(self.options.fsdp_reshard_after_forward)
 
@@ -666,7 +694,7 @@ class FSDP(Strategy):
         the other ranks than rank 0 each tensor is dropped at once.
         """
         self._require_same_order(exchange(self._order, site="blocks"))
-        self._reshard()
+        self.reshard()
         if self.writes_shards():
             return sharded_states(objects)
         return {name: WholeState(state) for name, state in whole_states(objects).items()}

@@ -70,7 +70,10 @@ _REGISTERED: dict[str, Registered] = {
         "ddpkit.strategies.virtual_ranks:VirtualRanks",
         "virtual_ranks",
         (SINGLE,),
-        together={"zero1": "ddpkit.strategies.virtual_zero1:VirtualZero1"},
+        together={
+            "zero1": "ddpkit.strategies.virtual_zero1:VirtualZero1",
+            "fsdp": "ddpkit.strategies.virtual_fsdp:VirtualFSDP",
+        },
     ),
     "data_parallel": Registered(
         "ddpkit.strategies.data_parallel:DataParallel",

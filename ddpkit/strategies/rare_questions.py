@@ -45,6 +45,8 @@ class RareQuestions:
             ranks share no folder.
         gathers_if_needed: whether it may do so without being asked where the ranks share no folder,
             since each rank has memory for a whole model anyway.
+        norm_of_parts: gives the norm of gradients of which each rank has a part; None: the root of
+            the sum of the parts' squares.
         timer: measures steps; or None.
 
     Ranks: local.
@@ -55,6 +57,7 @@ class RareQuestions:
     awaits_steps = False
     gathers_states = False
     gathers_if_needed = False
+    norm_of_parts: Callable[[list[Any]], torch.Tensor] | None = None
     timer: StepTimer | None = None
     _of_ranks: Division | None = None
 

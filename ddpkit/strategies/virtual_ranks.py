@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from ddpkit.base import local_part
 from ddpkit.comm import BUCKET_BYTES, OrderedSum, TreeSum, add_tensors
 from ddpkit.data import Division
 from ddpkit.device import use_deterministic_kernels, widest_float
@@ -99,6 +100,7 @@ class VirtualRanks(Strategy):
     """
 
     name = "virtual ranks"
+    in_turns = False  # which shards a process works on
     unrepeatable = "whose batches are dealt out to the virtual ranks before a step"
 
     def __init__(
@@ -193,11 +195,10 @@ class VirtualRanks(Strategy):
         is_strict: bool,
     ) -> None:
         self.device = device
-        self._division = Division.of_ranks(number)
+        self._division = Division.of_ranks(number, in_turns=self.in_turns)
         self.shards = self._division.each
         self.virtual_ranks: int = number
         self._is_strict = is_strict
-        self._first = self._division.mine.start
         self._parameters: list[nn.Parameter] = []
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
         self._sum = OrderedSum([], number)
@@ -349,11 +350,19 @@ class VirtualRanks(Strategy):
             strict=True,
         )
         self._like = [
-            parameter.new_zeros((), dtype=dtype).expand(parameter.shape)
+            local_part(parameter).new_zeros((), dtype=dtype).expand(local_part(parameter).shape)
             for parameter, dtype in pairs
         ]
-        self._sum = OrderedSum([wide, wide, *moves, *self._like], self.virtual_ranks)
+        self._sum = OrderedSum(
+            [wide, wide, *moves, *self._summed_at_the_end(self._like)],
+            self.virtual_ranks,
+            in_turns=self.in_turns,
+        )
         self._begin_step()
+
+    def _summed_at_the_end(self, gradients: list[Any]) -> list[Any]:
+        """Return what of the gradients is added up over the processes at the end of a step."""
+        return gradients
 
     def prepare_optimizers(
         self,
@@ -428,7 +437,7 @@ class VirtualRanks(Strategy):
             self._shard = number % self.shards
             self._begin_shard()
             self._place = seed, *noise_key, number // self.shards
-            seed_streams(*self._place, self._first + self._shard)
+            seed_streams(*self._place, self._division.mine[self._shard])
             yield batch
             timer = self.timer
             if timer is None or not timer.measures:
@@ -458,7 +467,7 @@ class VirtualRanks(Strategy):
             seed_streams(
                 *noise_key,
                 number // self.shards,
-                self._first + number % self.shards,
+                self._division.mine[number % self.shards],
             )
             yield batch
         seed_streams(*noise_key)
@@ -527,14 +536,9 @@ class VirtualRanks(Strategy):
             raise ConfigError(MISUSED.format(self.virtual_ranks, INSIDE))
         self._take_shard(window)
         for shard, part in self._parts.items():
-            self._tree.push(self._first + shard, part)
+            self._tree.push(self._division.mine[shard], part)
         number, self._total, *sums = self._sum.over_ranks(self._tree)
-        for parameter, gradient in zip(
-            self._parameters,
-            sums[len(self._buffers) :],
-            strict=True,
-        ):
-            parameter.grad = gradient
+        self._give_gradients(sums[len(self._buffers) :])
         for (name, before), move in zip(
             self._before.items(),
             sums,
@@ -552,6 +556,14 @@ class VirtualRanks(Strategy):
         self._parts = {}
         self._is_added = True
         seed_streams(*self._place)  # alike on all ranks: an optimizer, or a hook after it, may draw
+
+    def _give_gradients(self, sums: list[Any]) -> None:
+        for parameter, gradient in zip(
+            self._parameters,
+            sums,
+            strict=True,
+        ):
+            parameter.grad = gradient
 
     def leave_step_out(self) -> None:
         """Average the buffers, which move without a step, too, before anything reads them; drop the
@@ -595,11 +607,7 @@ class VirtualRanks(Strategy):
             self.leave_step_out()  # a recipe's own optimizers_step was not called
 
     def _take_shard(self, window: Window) -> None:
-        if self._noted is not None and self._noted != self._versions():
-            raise ConfigError(
-                MISUSED.format(self.virtual_ranks, "changed gradients before optimizers_step()")
-            )
-        self._noted = None
+        self._require_unchanged()
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -624,15 +632,22 @@ class VirtualRanks(Strategy):
             wide_number(1.0, self.device),
             count,
             *moves,
-            *contiguous,
+            *self._summed_at_the_end(list(contiguous)),
         ]
         if not window.count:
             part = [None] * len(part)  # of a sample that is repeated to keep step
         if self._adds_at_once:
-            self._tree.push(self._first + self._shard, part)
+            self._tree.push(self._division.mine[self._shard], part)
         else:
             known = self._parts.get(self._shard)
             self._parts[self._shard] = part if known is None else add_tensors(known, part)
+
+    def _require_unchanged(self) -> None:
+        if self._noted is not None and self._noted != self._versions():
+            raise ConfigError(
+                MISUSED.format(self.virtual_ranks, "changed gradients before optimizers_step()")
+            )
+        self._noted = None
 
     def _check_dtypes(self, gradients: list[torch.Tensor | None]) -> None:
         for gradient, like in zip(

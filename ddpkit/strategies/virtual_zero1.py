@@ -11,13 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ddpkit.base import map_values
-from ddpkit.distributed import exchange, get_world_size
-from ddpkit.errors import ConfigError
-from ddpkit.seed import rng_state
+from ddpkit.distributed import get_world_size
 from ddpkit.strategies.base import asks_for_shards
+from ddpkit.strategies.optimizer_draws import refuse_draws
 from ddpkit.strategies.rare_questions import bytes_of
 from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.strategies.zero1 import (
@@ -31,6 +27,7 @@ from ddpkit.strategies.zero1 import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import torch
     from torch import nn
 
     from ddpkit.run_opts import RunOptions
@@ -63,7 +60,6 @@ class VirtualZero1(VirtualRanks):
         """Take the options, before any optimizer is divided."""
         super().bind(options, accumulation, has_own_fit_batch=has_own_fit_batch)
         self._optimizers = DividedOptimizers()
-        self._watched: set[int] = set()
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
         """Return the rows of virtual ranks, and that the optimizers' state is divided."""
@@ -85,9 +81,7 @@ class VirtualZero1(VirtualRanks):
         super().prepare_optimizers(modules, optimizers)
         for name, optimizer in optimizers.items():
             require_divisible(name, optimizer)
-            if id(optimizer) not in self._watched:
-                self._watched.add(id(optimizer))
-                _Drawing(name, optimizer)
+            refuse_draws(optimizer, CANNOT_DIVIDE.format(name, type(optimizer).__name__, DRAWS))
         if get_world_size() > 1:
             self._optimizers.divide(optimizers)
 
@@ -113,44 +107,3 @@ class VirtualZero1(VirtualRanks):
         """Return the bytes of all gradients, and of the parameters that a process has stepped."""
         trained = list(parameters)
         return super().sent_bytes(trained) + bytes_of(trained) / get_world_size()
-
-
-class _Drawing:
-    """Compares the random states around the first step of an optimizer.
-
-    A class with a ``step`` around that of its base class is given its hooks around both.
-    """
-
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        self.name = name
-        self._before: Any = None
-        self._depth = 0
-        self._is_compared = False
-        optimizer.register_step_pre_hook(self._note)
-        optimizer.register_step_post_hook(self._compare)
-
-    def _note(self, *_: Any) -> None:
-        if self._is_compared:
-            return
-        if not self._depth:
-            self._before = _drawn()
-        self._depth += 1
-
-    def _compare(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._depth -= 1
-        if self._is_compared or self._depth > 0:
-            return
-        self._is_compared = True
-        drew = self._before != _drawn()
-        self._before = None
-        # a process may have no parameter to draw for
-        if any(exchange(drew, "random numbers of an optimizer")):
-            raise ConfigError(CANNOT_DIVIDE.format(self.name, type(optimizer).__name__, DRAWS))
-
-
-def _drawn() -> Any:
-    """Return what tells whether the process has drawn random numbers."""
-    return map_values(
-        rng_state(),
-        lambda value: value.tolist() if isinstance(value, torch.Tensor) else value,
-    )

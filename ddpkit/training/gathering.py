@@ -125,14 +125,16 @@ class StageBatches:
         return self._plan is not None
 
     def batches(self) -> Iterator[tuple[int, list[Any], bool]]:
-        """Yield, for every batch seen: its number, its samples' indices, and whether it was
-        repeated to keep step.
+        """Yield, for every batch seen: its number among those of all ranks, its samples' indices,
+        and whether it was repeated to keep step.
         """
         plan = self._plan
         last = self.last or 0
         plan.skip = self.first
         for number, (slot, indices) in enumerate(zip(range(self.first, last), plan, strict=False)):
-            yield number // plan.shards, indices, plan.keep_step and plan.count(slot) == 0
+            turn, shard = divmod(number, plan.shards)
+            place = turn * plan.division.number + plan.mine[shard]
+            yield place, indices, plan.keep_step and plan.count(slot) == 0
 
 
 # --------------------------------------------------------------------------------- one batch's rows

@@ -431,6 +431,7 @@ class TrainStep:
             multiplier,
             updates=updates,
             alone=self.context.strategy.steps_locally,
+            norm_of_parts=self.context.strategy.norm_of_parts,
         )
         if progress.window.closes:
             progress.window_end = progress.step

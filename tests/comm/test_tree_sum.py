@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.comm import OrderedSum, TreeSum, add_tensors, control_group
+from ddpkit.data import Division
 
 SHAPES = [
     ((3, 5), torch.float32),
@@ -42,17 +43,18 @@ class Elsewhere(torch.Tensor):
     is_cpu = False
 
 
-def add_up(parts, bucket_bytes=40, whole_bytes=0, *, elsewhere=False):
+def add_up(parts, bucket_bytes=40, whole_bytes=0, *, elsewhere=False, in_turns=False):
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tree = TreeSum(add_tensors)
-    for number in range(rank * parts // world_size, (rank + 1) * parts // world_size):
+    for number in Division(rank, world_size, parts, in_turns).mine:
         tree.push(number, part(number))
     like = [one.as_subclass(Elsewhere) for one in LIKE] if elsewhere else LIKE
+    total = OrderedSum(like, parts, bucket_bytes, whole_bytes, in_turns=in_turns)
     return [
         None
         if one is None
         else (list(one.shape), one.dtype, one.reshape(-1).view(torch.uint8).tolist())
-        for one in OrderedSum(like, parts, bucket_bytes, whole_bytes).over_ranks(tree)
+        for one in total.over_ranks(tree)
     ]
 
 
@@ -78,6 +80,18 @@ def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size, whole_by
     assert alone[-1] is None, "no part has that tensor"
     for found in ranks.run(add_up, parts, 40, whole_bytes, world_size=world_size):
         assert found == alone
+
+
+def add_up_in_turns(parts, whole_bytes):
+    return add_up(parts, whole_bytes=whole_bytes, in_turns=True)
+
+
+@pytest.mark.corner
+@pytest.mark.parametrize("whole_bytes", [0, 2**20], ids=["in chunks", "whole"])
+@pytest.mark.parametrize(("parts", "world_size"), [(2, 2), (8, 2), (6, 3), (12, 3)])
+def test_the_same_bits_where_the_ranks_take_parts_in_turns(ranks, parts, world_size, whole_bytes):
+    expected = [add_up(parts)] * world_size
+    assert ranks.run(add_up_in_turns, parts, whole_bytes, world_size=world_size) == expected
 
 
 def count_collectives(parts, whole_bytes):

@@ -144,6 +144,7 @@ TABLE = (
         "ddpkit/strategies/fsdp.py",
         r"(?i)fsdp",
         tests=("tests/ranks/test_fsdp.py", "tests/test_benchmarks.py"),  # a benchmark loads it
+        users=("ddpkit/strategies/virtual_fsdp.py",),
     ),
     Feature(
         "ddpkit/strategies/local_sgd.py",
@@ -154,7 +155,12 @@ TABLE = (
         "ddpkit/strategies/virtual_ranks.py",
         r"(?i)virtual[_-]?ranks",
         tests=(*_SEVERAL, "tests/ranks/test_virtual_ranks.py"),
-        users=("ddpkit/strategies/virtual_zero1.py",),
+        users=("ddpkit/strategies/virtual_fsdp.py", "ddpkit/strategies/virtual_zero1.py"),
+    ),
+    Feature(
+        "ddpkit/strategies/virtual_fsdp.py",
+        r"(?i)virtual[_-]?fsdp",
+        tests=("tests/ranks/test_virtual_fsdp.py",),
     ),
     Feature(
         "ddpkit/strategies/virtual_zero1.py",

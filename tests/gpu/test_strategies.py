@@ -41,6 +41,30 @@ def test_the_same_bits_on_any_number_of_processes_that_share_or_have_gpus(tmp_pa
             assert_alike([*one, *found])
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_the_same_bits_where_states_or_weights_are_divided(tmp_path, strategy):
+    """Also with the fused kernels of a GPU."""
+    trainings = [
+        {
+            **BATCH,
+            "virtual_ranks": 4,
+            "dropout": True,
+            "ema_decay": 0.9,
+            "max_grad_norm": 0.3,
+            "optimizer": "AdamW",
+            "fused": is_fused,
+            "precision": precision,
+        }
+        for is_fused, precision in [(False, "fp32"), (True, "fp32"), (False, "bf16")]
+    ]
+    expected = results(tmp_path, 1, name="alone", trainings=trainings)
+    divided = [{**one, "strategy": strategy} for one in trainings]
+    for number in (2, 4):
+        found = results(tmp_path, number, name=f"on {number}", trainings=divided)
+        for one, ranks in zip(expected, found, strict=True):
+            assert_alike([*one, *ranks])
+
+
 def test_virtual_ranks_explain_an_operation_without_deterministic_kernels(tmp_path):
     run = start(
         tmp_path,

@@ -216,7 +216,6 @@ def test_what_cannot_work_is_refused_by_name(ranks):
         "skip_nonfinite_grads=True: each rank": {"skip_nonfinite_grads": True},
         "static_graph=True": {"static_graph": True},
         "precision=fp16": {"precision": "fp16"},
-        "virtual_ranks does not work with strategy=fsdp": {"virtual_ranks": 4},
     }
     for messages in ranks.run(refused_on_ranks, list(given.values())):
         for words, message in zip(given, messages, strict=True):

@@ -260,7 +260,7 @@ def make(kind=Classifier, folder=None, norm="layer", head=None, **options):
 
 
 def digest(brain):
-    """Hash the weights and all numbers that were reported."""
+    """Hash the weights and all numbers that were reported; divided ones are gathered."""
     tensors = dict(brain.raw_modules.state_dict())
     if brain.ema is not None:
         tensors |= {
@@ -268,9 +268,13 @@ def digest(brain):
             for name, one in enumerate(brain.ema.state_dict().values())
             if torch.is_tensor(one)
         }
+    wholes = {
+        name: one.full_tensor() if hasattr(one, "full_tensor") else one
+        for name, one in tensors.items()
+    }
     data = b"".join(
         str(name).encode() + one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for name, one in tensors.items()
+        for name, one in wholes.items()
     )
     return hashlib.sha256(data).hexdigest(), brain.optimizer_step
 
@@ -387,8 +391,9 @@ CASES = {
 }
 
 
-def case(name):
-    given = dict(CASES[name])
+def given_of(case):
+    """Return what :func:`train` is given of a case."""
+    given = dict(case)
     if given.get("loading") == "sampler":
         given["loading"] = {"sampler": RandomSampler(range(53), replacement=True), "shuffle": False}
     elif given.get("loading") == "batch_sampler":
@@ -396,7 +401,11 @@ def case(name):
         given["loading"] = {"batch_sampler": batches, "shuffle": False, "batch_size": 1}
     elif "global_batch_size" in given:
         given["loading"] = {"batch_size": 1, "shuffle": "data" not in given}
-    return train(**given)
+    return given
+
+
+def case(name):
+    return train(**given_of(CASES[name]))
 
 
 # Three processes, which have shards of uneven number, show the others.

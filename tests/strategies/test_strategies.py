@@ -111,7 +111,7 @@ def test_one_process_needs_no_strategy(name):
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1"])
 def test_strategies_that_do_not_go_with_others(name):
     others = {"data_parallel_backend": True}
-    if name != "zero1":
+    if name == "ddp":
         others["virtual_ranks"] = 4
     for option, value in others.items():
         assert f"{option} does not work with strategy={name}: choose one of them" in refused(
@@ -121,8 +121,9 @@ def test_strategies_that_do_not_go_with_others(name):
     assert "data_parallel_backend" in refused(strategy="single", data_parallel_backend=True)
     options = RunOptions(device="cpu", strategy="single", virtual_ranks=4)
     assert choose_strategy(options).division().each == 4
-    options = RunOptions(device="cpu", strategy="zero1", virtual_ranks=4)
-    assert type(choose_strategy(options)).__name__ == "VirtualZero1"
+    for strategy, kind in [("zero1", "VirtualZero1"), ("fsdp", "VirtualFSDP")]:
+        options = RunOptions(device="cpu", strategy=strategy, virtual_ranks=4)
+        assert type(choose_strategy(options)).__name__ == kind
 
 
 def refused_as_single():

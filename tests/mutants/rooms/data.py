@@ -98,8 +98,8 @@ DATA = in_room(
         Fault(
             "a user's batches are dealt to the first ranks only",
             "DealtBatchSampler._own",
-            "(number * self.world_size + self.rank) * self.shards + shard",
-            "(number * self.world_size + 0) * self.shards + shard",
+            "self.mine[shard]",
+            "shard",
         ),
         Fault(
             "a sampler without an end fills the memory",

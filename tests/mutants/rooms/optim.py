@@ -42,8 +42,8 @@ STEPS = in_room(
         Fault(
             "only the gradients of the first optimizer are clipped",
             "take_step",
-            "_with_norm(optimizers)",
-            "_with_norm(optimizers[:1])",
+            "_with_norm(optimizers, norm_of_parts)",
+            "_with_norm(optimizers[:1], norm_of_parts)",
             MODEL,
         ),
         Fault(

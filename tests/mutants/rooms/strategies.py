@@ -28,6 +28,9 @@ VIRTUAL = (
     "tests/ranks/test_virtual_ranks.py::test_noise_in_a_prediction_and_in_what_follows_is_the_same "
     "tests/ranks/test_virtual_ranks.py::test_the_same_bits_on_one_process_and_on_two"
 )
+VIRTUAL_FSDP = (
+    "tests/ranks/test_virtual_fsdp.py::test_the_bits_are_those_of_one_process_that_has_everything"
+)
 WITHOUT_GRAPH = (
     "tests/ranks/test_losses_without_graph.py "
     "tests/ranks/test_losses_without_graph_of_batch_norm.py"
@@ -233,6 +236,20 @@ FAULTS = in_room(
             "self.finish_gradients()",
             "pass",
             BUFFERS,
+        ),
+        Fault(
+            "gradients of virtual ranks are clipped by squares that each rank has added up",
+            "VirtualFSDP.bind",
+            "self.norm_of_parts = norm_of_parts",
+            "self.norm_of_parts = None",
+            VIRTUAL_FSDP,
+        ),
+        Fault(
+            "shards with several batches are added to each other before they are complete",
+            "VirtualFSDP._taking",
+            "self.has_own_fit_batch or not self._adds_at_once",
+            "False",
+            VIRTUAL_FSDP,
         ),
         Fault(
             "each rank evaluates the buffers that it has moved by itself",

@@ -79,6 +79,11 @@ def test_the_page_of_hugging_face_is_true(tmp_path, monkeypatch):
     test_a_page_is_true("docs/how-to/hugging-face.md", tmp_path)
 
 
+@pytest.mark.skipif(find_spec("optuna") is None, reason="pip install -e '.[ecosystem]'")
+def test_the_page_of_optuna_is_true(tmp_path):
+    test_a_page_is_true("docs/how-to/sweeps.md", tmp_path)
+
+
 # Every process kills itself after optimizer step 26 of 40: in the third epoch, two steps after a
 # checkpoint.
 KILLED = """

@@ -73,6 +73,9 @@ class Feature:
 
 _SEVERAL = ("tests/strategies/test_strategies.py",)  # it imports each of them at its top
 
+# an estimate asks each strategy that has a name
+_ESTIMATES = ("tests/see/estimate/test_command.py", "tests/ranks/test_estimated_memory.py")
+
 _AROUND = ("tests/parts/test_around_fit.py",)  # it tries all parts that options ask for
 
 #: The strategies and what else can go; a part only where its classes do not say all of it.
@@ -126,13 +129,16 @@ TABLE = (
     Feature(
         "ddpkit/strategies/data_parallel.py",
         r"(?i)data_?parallel",
-        tests=(*_SEVERAL, "tests/unit/test_ema.py"),
+        tests=(*_SEVERAL, *_ESTIMATES, "tests/unit/test_ema.py"),
     ),
     Feature(
         "ddpkit/strategies/ddp.py",
         # with a process group, the strategy that is chosen by itself; and an option of DDP
         r"(?i)ddp(?!kit)|nproc|torchrun|init_process_group|static_graph",
-        tests=(*_SEVERAL, "tests/strategies/test_averages.py", "tests/ranks/test_gpus.py"),
+        tests=(
+            *(*_SEVERAL, *_ESTIMATES),
+            *("tests/strategies/test_averages.py", "tests/ranks/test_gpus.py"),
+        ),
         fixtures=("ranks",),
         users=(
             "ddpkit/strategies/local_sgd.py",
@@ -143,34 +149,35 @@ TABLE = (
     Feature(
         "ddpkit/strategies/fsdp.py",
         r"(?i)fsdp",
-        tests=("tests/ranks/test_fsdp.py", "tests/test_benchmarks.py"),  # a benchmark loads it
+        # a benchmark loads it
+        tests=(*_ESTIMATES, "tests/ranks/test_fsdp.py", "tests/test_benchmarks.py"),
         users=("ddpkit/strategies/virtual_fsdp.py",),
     ),
     Feature(
         "ddpkit/strategies/local_sgd.py",
         r"(?i)local[_-]?sgd",
-        tests=("tests/ranks/test_local_sgd.py",),
+        tests=(*_ESTIMATES, "tests/ranks/test_local_sgd.py"),
     ),
     Feature(
         "ddpkit/strategies/virtual_ranks.py",
         r"(?i)virtual[_-]?ranks",
-        tests=(*_SEVERAL, "tests/ranks/test_virtual_ranks.py"),
+        tests=(*_SEVERAL, *_ESTIMATES, "tests/ranks/test_virtual_ranks.py"),
         users=("ddpkit/strategies/virtual_fsdp.py", "ddpkit/strategies/virtual_zero1.py"),
     ),
     Feature(
         "ddpkit/strategies/virtual_fsdp.py",
         r"(?i)virtual[_-]?fsdp",
-        tests=("tests/ranks/test_virtual_fsdp.py",),
+        tests=(*_ESTIMATES, "tests/ranks/test_virtual_fsdp.py"),
     ),
     Feature(
         "ddpkit/strategies/virtual_zero1.py",
         r"(?i)virtual[_-]?zero1",
-        tests=("tests/ranks/test_virtual_zero1.py",),
+        tests=(*_ESTIMATES, "tests/ranks/test_virtual_zero1.py"),
     ),
     Feature(
         "ddpkit/strategies/zero1.py",
         r"(?i)zero1",
-        tests=("tests/ranks/test_zero1.py",),
+        tests=(*_ESTIMATES, "tests/ranks/test_zero1.py"),
         users=("ddpkit/strategies/virtual_zero1.py",),
     ),
     Feature(

@@ -112,8 +112,8 @@ def test_a_recipe_is_estimated_on_its_first_batch_and_nothing_of_it_stays(recipe
             "Cannot run under virtual_ranks on 3 processes: 4 virtual ranks cannot be divided",
         ),
         (
-            ["--nproc=2", "--virtual_ranks=4", "--strategy=fsdp"],
-            "Cannot run under virtual_ranks on 2 processes: virtual_ranks does not work with strat",
+            ["--nproc=2", "--virtual_ranks=4", "--sync_batchnorm=True"],
+            "Cannot run under virtual_ranks on 2 processes: virtual_ranks does not work with sync_",
         ),
         (
             ["--nproc=2", "--data_parallel_backend"],

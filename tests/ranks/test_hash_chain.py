@@ -106,6 +106,15 @@ def test_one_chain_of_virtual_ranks_on_one_process_and_on_two(ranks, tmp_path, o
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_one_chain_of_virtual_ranks_on_one_process_and_divided(ranks, tmp_path, strategy):
+    (tmp_path / "two").mkdir()
+    alone = virtual(tmp_path)
+    options = {"fsdp_blocks": ["Linear"], "fsdp_min_parameters": 1} if strategy == "fsdp" else {}
+    divided = functools.partial(virtual, tmp_path / "two", strategy=strategy, **options)
+    assert ranks.run(divided) == [alone] * 2
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_run_goes_on_with_its_chain_under_another_strategy(ranks, tmp_path, single, strategy):
     options = {"fsdp_blocks": ["Linear"], "fsdp_min_parameters": 1} if strategy == "fsdp" else {}
     places = {"folder": tmp_path, "checkpoints": tmp_path / "save", "cls": Saving}

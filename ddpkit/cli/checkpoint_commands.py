@@ -9,34 +9,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import reprlib
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddpkit.base import StoredTensor, load_plain_yaml, replacing
+from ddpkit.base import StoredTensor, replacing
 from ddpkit.checkpointing import (
     BASE,
     DIRECTORY_PREFIX,
     MANIFEST_NAME,
     META_NAME,
     OWN_META,
-    SUFFIX,
     Checkpoint,
     Selection,
     VerifyMode,
     average_checkpoints,
     base_of,
-    ckpt_recency,
-    ends_epoch,
     fingerprints,
     is_in_shards,
     load_lazily,
@@ -50,9 +43,12 @@ from ddpkit.checkpointing import (
     verify,
 )
 from ddpkit.cli import say
+from ddpkit.cli.checkpoint_entry import UNKNOWN, Entry, made_by, newest_first, said_of_loop
+from ddpkit.cli.shown_text import printable, size_text, table, tensor_text, value_text
+from ddpkit.cli.stored_checkpoints import find_in_store
 from ddpkit.errors import CheckpointError, MissingExtraError
-from ddpkit.logger import format_order_of_magnitude
-from ddpkit.run import BRAIN_FILE, EPOCH, NO_METRICS, OPTIMIZER_STEP, STEP, beginning
+from ddpkit.object_store import is_url, shown_url
+from ddpkit.run import BRAIN_FILE, OPTIMIZER_STEP
 
 __all__ = ["command_average", "command_export", "command_ls", "command_show", "command_verify"]
 
@@ -61,126 +57,9 @@ MAX_LINE = 4_000  # letters that are shown of a line
 OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
 SAFETENSORS = ".safetensors"
 SHARD = "rows of one rank, as a file of safetensors; the file beside it without -shard says of what"
-UNKNOWN = "?"
-
-
-# ---------------------------------------------------------------------------------------- text
-
-
-def printable(text: Any) -> str:
-    """Return a text as one line, without anything that a terminal would act upon."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)
-    )
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes with a unit."""
-    return f"{format_order_of_magnitude(size)}B"
-
-
-_REPR = reprlib.Repr()
-_REPR.maxlevel = 4
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 20
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 400
-
-
-def value_text(value: Any, limit: int = 120) -> str:
-    """Return a value of any origin in at most ``limit`` characters of one line; a deep or endless
-    one in part.
-    """
-    text = (
-        f"{value:.4g}"
-        if isinstance(value, float)
-        else value
-        if isinstance(value, str)
-        else _REPR.repr(value)
-    )
-    text = printable(text)
-    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
-
-
-def tensor_text(value: torch.Tensor) -> str:
-    """Return a tensor's dtype and shape."""
-    shape = " x ".join(map(str, value.shape)) or "one number"
-    return f"{str(value.dtype).removeprefix('torch.')} {shape}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay out rows in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        lines.append("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
-    return lines
 
 
 # ---------------------------------------------------------------------------------------- looking
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One directory that is, or was, a checkpoint.
-
-    Attributes:
-        path: the directory.
-        meta: of ``CKPT.yaml``; empty if it cannot be read.
-        files: size in bytes of each regular file, by its relative name.
-        manifest: what ``manifest.json`` says beside the files; empty if it cannot be read.
-        brain: what ``brain.ckpt`` says of the loop; likewise.
-        reasons: what is wrong.
-    """
-
-    path: Path
-    meta: dict[str, Any]
-    files: dict[str, int]
-    manifest: dict[str, Any]
-    brain: dict[str, Any]
-    reasons: list[str]
-
-    @property
-    def size(self) -> int:
-        return sum(self.files.values())
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        own = [name for name in self.files if name.endswith(SUFFIX) and "/" not in name]
-        return Checkpoint(
-            self.path,
-            self.meta,
-            {name.removesuffix(SUFFIX): self.path / name for name in own},
-        )
-
-    @property
-    def saved(self) -> float:
-        return ckpt_recency(self.checkpoint) if self.meta else 0.0
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        return {name: value for name, value in self.meta.items() if name not in NO_METRICS}
-
-    @property
-    def epoch_text(self) -> str:
-        """The epoch that the meta names, or the Brain, and the batch where it was saved in the
-        middle.
-        """
-        epoch = value_text(self.meta.get("epoch", self.brain.get(EPOCH, UNKNOWN)), 20)
-        if ends_epoch(self.meta):
-            return f"end of {epoch}" if self.meta else UNKNOWN
-        return f"in {epoch}, batch {value_text(self.brain.get(STEP, UNKNOWN), 20)}"
-
-    @property
-    def time_text(self) -> str:
-        """When it was saved, in local time."""
-        try:
-            return (
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved))
-                if self.meta
-                else UNKNOWN
-            )
-        except (OverflowError, ValueError, OSError):
-            return UNKNOWN
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -208,11 +87,7 @@ def find(path: Path, mode: VerifyMode = "size") -> list[Entry]:
     if not paths:
         raise CheckpointError(f"there is no checkpoint in {str(path)!r}.")
     found = [look_at(each, mode) for each in paths]
-    return sorted(
-        found,
-        key=lambda row: (row.saved, row.path.name),
-        reverse=True,
-    )
+    return newest_first(found)
 
 
 def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
@@ -229,22 +104,18 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
         with contextlib.suppress(OSError):  # it may be deleted meanwhile
             if file.is_file():
                 files[file.relative_to(path).as_posix()] = file.stat().st_size
-    manifest: Any = None
-    brain: Any = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # verifying says why
-        manifest = json.loads(read_text(path / MANIFEST_NAME))
-    with contextlib.suppress(OSError, ValueError, CheckpointError):
-        brain = load_plain_yaml(beginning(read_text(path / BRAIN_FILE, MAX_BRAIN_BYTES)))
-    made_by = manifest if isinstance(manifest, dict) else {}
-    made_by = {
-        name: value for name, value in made_by.items() if name not in {"files", "digest", "format"}
-    }
+    manifest: dict[str, Any] = {}
+    brain: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # verifying says why
+        manifest = made_by(read_text(path / MANIFEST_NAME))
+    with contextlib.suppress(OSError, ValueError):
+        brain = said_of_loop(read_text(path / BRAIN_FILE, MAX_BRAIN_BYTES))
     return Entry(
         path,
         meta,
         files,
-        made_by,
-        brain if isinstance(brain, dict) else {},
+        manifest,
+        brain,
         reasons,
     )
 
@@ -253,14 +124,16 @@ def look_at(path: Path, mode: VerifyMode = "size") -> Entry:
 
 
 def command_ls(options: argparse.Namespace) -> int:
-    """List the checkpoints of a folder."""
-    found = find(options.path)
+    """List the checkpoints of a folder; of one in a store without copying them down."""
+    is_of_store = is_url(options.path)
+    found = find_in_store(options.path) if is_of_store else find(Path(options.path))
     for line in _listing(found):
         say(line)
     damaged = sum(bool(checkpoint.reasons) for checkpoint in found)
     size = size_text(sum(checkpoint.size for checkpoint in found))
-    say(f"\n{len(found)} checkpoint(s) in {printable(options.path)}, {size}, {damaged} damaged.")
-    say(f"Sizes were compared; ckpt verify {printable(options.path)} reads every byte.")
+    where = printable(shown_url(options.path) if is_of_store else options.path)
+    say(f"\n{len(found)} checkpoint(s) in {where}, {size}, {damaged} damaged.")
+    say(f"Sizes were compared; ckpt verify {where} reads every byte.")
     return 0
 
 

@@ -29,11 +29,12 @@ SUFFIXES = {
 
 _DESCRIPTION = """\
 Look at checkpoints. A CKPT is a checkpoint's directory; a DIR is the folder that holds them, such as
-results/1234/save. ls, show and verify change nothing."""  # noqa: E501
+results/1234/save, or a URL of one in a store, such as s3://bucket/run/save. ls, show and verify change nothing."""  # noqa: E501
 
 _EPILOG = """\
 examples:
   python -m ddpkit ckpt ls results/1234/save
+  python -m ddpkit ckpt ls s3://bucket/run/save
   python -m ddpkit ckpt show results/1234/save --tensors
   python -m ddpkit ckpt verify results/1234/save
   python -m ddpkit ckpt average results/1234/save --recoverable model --min-key loss --num 5 --output mean.pt
@@ -72,7 +73,7 @@ def run(words: Sequence[str]) -> int:
     from ddpkit.cli import checkpoint_commands  # loads torch, which --help does without
     from ddpkit.mirror import copied_down
 
-    if "path" in options:
+    if "path" in options and options.command != "command_ls":  # which reads small files alone
         options.path = copied_down(options.path)
     if "paths" in options:
         options.paths = [copied_down(path) for path in options.paths]
@@ -91,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
         "path",
         metavar="DIR",
         nargs="?",
-        default=Path(),
-        help="default: the current folder",
+        default=".",
+        help="a folder, or a URL of one in a store (default: the current folder)",
     )
 
     show = _command(commands, "show", "show what is in one checkpoint")

@@ -23,13 +23,12 @@ def copied_down(given: str | os.PathLike[str]) -> Path:
     text = os.fspath(given)
     if not is_url(text):
         return Path(text)
-    from ddpkit.checkpointing import DIRECTORY_PREFIX, REMOTES, fetch_what_is_named
+    from ddpkit.checkpointing import REMOTES, fetch_what_is_named
     from ddpkit.mirror.mirrors import mirror_holding, mirror_of  # loads fsspec
 
-    folder, _, name = text.rstrip("/").rpartition("/")
-    if name.startswith(f"{DIRECTORY_PREFIX}+") or name in {"latest", "best"}:
+    folder, name = named_in_store(text)
+    if name:
         path = mirror_of(folder) / name
-        path = REMOTES.of(path.parent).behind_link(path)
         fetch_what_is_named(path)
         return path
     place = mirror_of(text)
@@ -40,3 +39,22 @@ def copied_down(given: str | os.PathLike[str]) -> Path:
     for checkpoint in remote.others((), lambda *_: None):
         remote.fetch(checkpoint.path)
     return place
+
+
+def named_in_store(url: str) -> tuple[str, str]:
+    """Return the folder that a URL names, and the checkpoint in it; empty: all that it holds.
+
+    Args:
+        url: of a folder or of a checkpoint; ``latest`` and ``best`` are followed.
+
+    Raises:
+        CheckpointError: the store cannot be asked.
+    """
+    from ddpkit.checkpointing import DIRECTORY_PREFIX, REMOTES
+    from ddpkit.mirror.mirrors import mirror_of  # loads fsspec
+
+    folder, _, name = url.rstrip("/").rpartition("/")
+    if name in {"latest", "best"}:
+        place = mirror_of(folder)
+        return folder, REMOTES.of(place).behind_link(place / name).name
+    return (folder, name) if name.startswith(f"{DIRECTORY_PREFIX}+") else (url, "")

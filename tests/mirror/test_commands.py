@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from ddpkit.cli import ckpt, report
-from tests.mirror.conftest import checkpoints_in, names_in, other_machine, train
+from ddpkit.errors import CheckpointError
+from ddpkit.mirror import copied_down
+from tests.mirror.conftest import (
+    Trained,
+    checkpoints_in,
+    folders_of_machine,
+    names_in,
+    other_machine,
+    train,
+)
 from tests.mirror.test_recipe import recipe, run  # noqa: F401 -- a fixture
 
 
@@ -21,6 +34,94 @@ def test_ckpt_lists_the_checkpoints_of_a_store(trained, capsys):
     url, name = trained
     assert ckpt.run(["ls", url]) == 0
     assert name in capsys.readouterr().out
+
+
+class KeepsTwo(Trained):
+    keeps = 2
+
+
+@pytest.fixture
+def two(store):
+    """A folder of a store with two checkpoints."""
+    train(store, 2, kind=KeepsTwo)
+    other_machine()
+    assert len(checkpoints_in(store)) == 2
+    return store
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The last parts of the names of all objects whose content is read, whole or in part."""
+    names = []
+    for method in ("cat_file", "_open"):
+        plain = getattr(MemoryFileSystem, method)
+
+        def noted(self, path, *args, plain=plain, **options):
+            names.append(path.rpartition("/")[2])
+            return plain(self, path, *args, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, method, noted)
+    return names
+
+
+def lines_of_ls(path, capsys):
+    capsys.readouterr()
+    assert ckpt.run(["ls", str(path)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("named", ["", "/latest", "/{name}"])
+def test_ckpt_ls_of_a_store_reads_no_weights_and_says_what_it_says_of_the_copy(
+    two, read, capsys, named
+):
+    url = two + named.format(name=checkpoints_in(two)[0])
+    rows = lines_of_ls(url, capsys)
+    assert set(read) <= {"manifest.json", "CKPT.yaml", "brain.ckpt", ".index.json", "latest"}
+    assert {"manifest.json", "CKPT.yaml", "brain.ckpt"} <= set(read)
+    assert len(read) <= 10 * len(rows)
+    copy = copied_down(url)
+    assert "net.ckpt" in read  # so weights would have been seen
+    of_copy = lines_of_ls(copy, capsys)
+    assert [row.replace(url, str(copy)) for row in rows] == of_copy
+    assert len(rows) == (6 if not named else 5)
+    assert " ok" in rows[1]
+    assert "step" in rows[0]
+
+
+def test_ckpt_ls_of_a_store_copies_nothing_to_the_machine(two, capsys):
+    lines_of_ls(two, capsys)
+    assert folders_of_machine() == []
+
+
+def test_ckpt_ls_of_a_store_names_a_damaged_checkpoint_and_lists_the_other(two, capsys):
+    older, newer = checkpoints_in(two)
+    fsspec.filesystem("memory").pipe_file(f"{two}/{newer}/net.ckpt", b"short")
+    rows = lines_of_ls(two, capsys)
+    assert "damaged" in next(row for row in rows if row.startswith(newer))
+    assert any("net.ckpt has 5 bytes instead of" in row for row in rows)
+    assert " ok" in next(row for row in rows if row.startswith(older))
+    assert any("1 damaged." in row for row in rows)
+
+
+def test_ckpt_ls_leaves_out_what_is_deleted_meanwhile(two, capsys, monkeypatch):
+    older, newer = checkpoints_in(two)
+    plain = MemoryFileSystem.cat_file
+
+    def deleted(self, path, *args, **options):
+        if path.endswith(f"{older}/CKPT.yaml"):
+            self.rm(path.rpartition("/")[0], recursive=True)
+        return plain(self, path, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", deleted)
+    rows = lines_of_ls(two, capsys)
+    assert rows[1].startswith(newer)
+    assert "1 checkpoint(s)" in rows[3]
+
+
+@pytest.mark.parametrize("named", ["nothing", "CKPT+none", "latest"])
+def test_ckpt_ls_of_what_is_not_in_the_store_says_so(store, named):
+    with pytest.raises(CheckpointError, match=rf"no checkpoint in '{store}/{re.escape(named)}'"):
+        ckpt.run(["ls", f"{store}/{named}"])
 
 
 @pytest.mark.parametrize("named", ["{name}", "latest", ""])

@@ -501,7 +501,7 @@ OTHERS = [
         [
             Fault(
                 "`ckpt ls` lists the oldest checkpoint first",
-                "find",
+                "newest_first",
                 "sorted(found, key=lambda row: (row.saved, row.path.name), reverse=True)",
                 "sorted(found, key=lambda row: (row.saved, row.path.name))",
             ),

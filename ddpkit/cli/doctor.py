@@ -24,6 +24,7 @@ examples:
   python -m ddpkit doctor --nproc 4                              as four processes of this machine
   torchrun --nproc_per_node=4 -m ddpkit doctor                   as the launcher starts a run
   srun python -m ddpkit doctor --output_folder /scratch/results  on all nodes of a job of Slurm
+  python -m ddpkit doctor --output_folder s3://bucket/run        with the store that keeps a run
   python -m ddpkit doctor --recipe train.py hparams.yaml -- --batch_size=8    with the data of a recipe
 """  # noqa: E501
 
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--output_folder",
         metavar="FOLDER",
-        help="where a run would write (default: the recipe's, or the present one)",
+        help="where a run would write, a path or a URL (default: the recipe's, or the present one)",
     )
     add("--workers", type=natural, metavar="N", help="loader processes of each rank")
     add(

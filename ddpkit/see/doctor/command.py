@@ -16,6 +16,7 @@ from ddpkit import __version__
 from ddpkit.device import accelerator_kind
 from ddpkit.errors import ConfigError, LaunchError, MissingExtraError
 from ddpkit.launch import LaunchInfo, find_launch, refuse_lonely_node
+from ddpkit.object_store import is_url
 from ddpkit.see.amounts import counted
 from ddpkit.see.doctor.check import Check, Site
 from ddpkit.see.doctor.examination import Examination, Placed, collect, examine
@@ -37,7 +38,8 @@ class Request:
 
     Attributes:
         device: ``"cpu"`` or a kind of accelerator; None: what is there.
-        output_folder: where the run would write; None: as the recipe says, else the present one.
+        output_folder: where the run would write, a path or a URL; None: as the recipe says, else
+            the present one.
         recipe: script, parameter file and overrides.
         workers: loader processes of each rank; None: as the recipe says.
         timeout: seconds to wait for a rank.
@@ -178,10 +180,12 @@ def _failed(name: str, error: Exception) -> Finding:
 
 
 def _planned(request: Request, plan: RecipePlan, launch: LaunchInfo) -> PlannedRun:
+    folder = request.output_folder or plan.output_folder or "."
     return PlannedRun(
         launch=launch,
         device=request.device or accelerator_kind(),
-        output_folder=Path(request.output_folder or plan.output_folder or "."),
+        output_folder=Path() if is_url(folder) else Path(folder),
+        output_url=folder if is_url(folder) else "",
         recipe=request.recipe,
         workers=plan.workers if request.workers is None else request.workers,
         timeout=request.timeout,

@@ -18,6 +18,7 @@ class PlannedRun:
         launch: the place of this process among all.
         device: ``"cpu"`` or the kind of accelerator, such as ``"cuda"``.
         output_folder: where the run would write; it need not be there yet.
+        output_url: of a folder in a store, in which the run would keep that; empty: of a disk.
         recipe: script, parameter file and overrides of ``--recipe``; empty without.
         workers: loader processes of each rank; None where nothing says it.
         timeout: seconds after which a rank that does not answer is given up.
@@ -32,6 +33,7 @@ class PlannedRun:
     launch: LaunchInfo = field(default_factory=LaunchInfo)
     device: str = "cpu"
     output_folder: Path = Path()
+    output_url: str = ""
     recipe: tuple[str, ...] = ()
     workers: int | None = None
     timeout: float = 120.0

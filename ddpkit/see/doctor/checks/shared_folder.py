@@ -19,7 +19,7 @@ def look(site: Site) -> Iterator[Finding]:
 
     Ranks: collective.
     """
-    if not site.run.has_several_hosts:
+    if site.run.output_url or not site.run.has_several_hosts:
         return
     folder = nearest_folder(site.run.output_folder)
     with contextlib.ExitStack() as stack:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def norm_of_parts(gradients: Sequence[Any]) -> torch.Tensor:
     """Return the norm of gradients, as of one vector: the bits of
-    :func:`~ddpkit.compat.norm_of_all` of the whole ones.
+    :func:`~ddpkit.compat.torch_inside.norm_of_all` of the whole ones.
 
     Args:
         gradients: divided by their first dimension, of one dtype; the same on all ranks.

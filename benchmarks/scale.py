@@ -164,8 +164,9 @@ class Step:
             lr=1e-4,
         )
         self.strategy.prepare_optimizers(self.modules, {"optimizer": optimizer})
-        for divided in getattr(self.strategy, "optimizers", ()):
-            divided._is_compared = True  # there are no others to compare the groups with
+        if strategy == "zero1":
+            for divided in self.strategy.optimizers.divided:
+                divided._is_compared = True  # there are no others to compare the groups with
         if strategy == "fsdp":
             self.strategy._compared = FIRST_STEPS  # nor the order of blocks
         self.ranks = ranks

@@ -272,6 +272,7 @@ def save_what_the_main_process_cannot(folder, mode, moment):
     checkpointer = run.checkpointer(folder, mode)
     write = shard_saving.ShardSaving.write_and_tell
     seconds = [0.0]
+    written = threading.Event()
 
     def write_late(saving, staging, rows):
         end = time.monotonic() + SECONDS
@@ -281,6 +282,7 @@ def save_what_the_main_process_cannot(folder, mode, moment):
         begin = time.monotonic()
         write(saving, staging, rows)
         seconds[0] = time.monotonic() - begin
+        written.set()
 
     fails = mock.Mock(side_effect=ValueError("it is not to be"))
     with contextlib.ExitStack() as patches:
@@ -295,6 +297,8 @@ def save_what_the_main_process_cannot(folder, mode, moment):
             patches.enter_context(mock.patch.object(folder_module, moment, fails))
         with pytest.raises(CheckpointError) as caught:
             save(run, checkpointer, 1)
+        if get_rank():
+            assert written.wait(SECONDS)  # a thread may do it
     words = told.call_args.args[1] if get_rank() else ""
     return str(caught.value), words, seconds[0]
 

@@ -118,7 +118,7 @@ def test_death_at_every_tenth_request(zygote):
     assert tried >= points // 10
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_death_at_every_request(zygote):
     points, tried = zygote(every_point, 7, 1, 0)
     assert tried == points - 1

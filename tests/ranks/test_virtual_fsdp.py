@@ -86,7 +86,7 @@ def case_with_8(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", some_of([1, 2, 4, 8], [1, 2, 4]))
 def test_one_digest_of_all_strategies_on_any_number_of_processes(ranks, world_size):
     """Of 8 processes a parameter with fewer rows has no part on some."""
     expected = case_with_8({})
@@ -141,7 +141,7 @@ def with_optimizer(name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", some_of(OPTIMIZERS, ["AdamW foreach", "SGD nesterov", "NAdam"]))
 def test_optimizers_that_look_at_each_element_by_itself_have_the_same_bits(ranks, name):
     assert ranks.run(with_optimizer, name, FSDP, world_size=4) == [with_optimizer(name, {})] * 4
 

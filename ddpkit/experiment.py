@@ -204,12 +204,11 @@ def get_environment_description(folder: str | os.PathLike[str] | None = None) ->
         >>> "torch==" in get_environment_description()
         True
     """
-    count = get_world_size()
     numbers = (
         f"torch {torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
-        f"{torch.cuda.device_count()} CUDA devices",
-        f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads in this process",
-        f"{count} process{'' if count == 1 else 'es'}",
+        f"CUDA devices: {torch.cuda.device_count()}",
+        f"CPUs: {os.cpu_count()}, threads in this process: {torch.get_num_threads()}",
+        f"processes: {get_world_size()}",
     )
     packages = {
         f"{package.name}=={package.version}"

@@ -380,7 +380,7 @@ def test_the_environment_description_is_quick_and_complete():
         "numpy==",
         "Git revision of",
         "CUDA devices",
-        ("1 process"),
+        "\nprocesses: 1\n",
     ):
         assert part in text
 

@@ -42,7 +42,7 @@ def test_main_writes_and_nobody_hangs(ranks, tmp_path, main_only):
     assert found == names | (set() if main_only else {"log.rank1.txt"})
     assert "folder: results/4" in (tmp_path / "out" / "hyperparams.yaml").read_text()
     assert "from rank 0" in (tmp_path / "out" / "log.txt").read_text()
-    assert "2 processes" in (tmp_path / "out" / "env.log").read_text()
+    assert "processes: 2" in (tmp_path / "out" / "env.log").read_text()
     if not main_only:
         assert "[rank: 1] from rank 1" in (tmp_path / "out" / "log.rank1.txt").read_text()
     (event,) = [

@@ -49,6 +49,9 @@ napoleon_custom_sections = [
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+# A block that names no language, as those in docstrings, is text: Python's colours would be noise.
+highlight_language = "none"
+
 html_theme = "furo"
 html_title = f"ddpkit {release}"
 html_copy_source = False

@@ -1,4 +1,4 @@
-"""The form of the pages: what a block is coloured as, and what a picture says to who cannot see it."""
+"""The form of the pages: what a block is coloured as, and what stands for a picture."""
 
 from __future__ import annotations
 

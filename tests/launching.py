@@ -87,13 +87,31 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
     return True
 
 
-def _environments() -> Iterator[tuple[int, bytes]]:
-    # one of "*/environ" fails where a process ends meanwhile
-    for folder in Path("/proc").glob("[0-9]*"):
+def _whole(file: int) -> bytes:
+    parts = []
+    while part := os.read(file, 1 << 20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def environments() -> Iterator[tuple[int, bytes]]:
+    """Read the environment of each process; of one that was started a moment ago it is empty.
+
+    A test that waits does so twenty times a second, beside others: this is on the way of all.
+    """
+    for folder in os.scandir("/proc"):
+        if not folder.name.isdigit():
+            continue
         try:
-            yield int(folder.name), folder.joinpath("environ").read_bytes()
+            file = os.open(f"{folder.path}/environ", os.O_RDONLY)
         except OSError:  # it has ended meanwhile
             continue
+        try:
+            yield int(folder.name), _whole(file)
+        except OSError:
+            continue
+        finally:
+            os.close(file)
 
 
 CPP_LINE = re.compile(
@@ -149,8 +167,8 @@ class Run:
         return self.process.returncode
 
     def alive(self) -> list[int]:
-        wanted = f"{MARKER}={self.marker}".encode()
-        marked = {pid for pid, environment in _environments() if wanted in environment.split(b"\0")}
+        wanted = f"{MARKER}={self.marker}".encode()  # no other text has so long a number
+        marked = {pid for pid, environment in environments() if wanted in environment}
         if self.process.poll() is None:
             # its environment cannot be read yet in the first moment after its start
             marked.add(self.process.pid)
@@ -169,11 +187,15 @@ class Run:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    def _is_gone(self) -> bool:
+        # others are looked for once the first has ended: to look takes a tenth of a core
+        return self.process.poll() is not None and not self.alive()
+
     def wait(self, seconds: float = 60.0) -> Run:
         """Wait until no process is left; kill what is left after so many seconds (of an idle
         machine) and fail.
         """
-        gone = wait_until(lambda: not self.alive(), seconds)
+        gone = wait_until(self._is_gone, seconds)
         self.seconds = time.monotonic() - self.started
         left = self.alive()
         for pid in left:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.launching import MARKER, NOT_HANDED_DOWN, Run, wait_until
+from tests.launching import MARKER, NOT_HANDED_DOWN, Run, environments, wait_until
 
 __all__ = [
     "MARKER",
@@ -58,20 +58,17 @@ class Found:
 
 def find(name: str, value: str) -> list[Found]:
     """Return the living processes whose environment holds ``name=value``."""
-    wanted = f"{name}={value}"
+    wanted = f"{name}={value}".encode()
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is none of ours
-            texts = folder.joinpath("environ").read_bytes().decode(errors="replace").split("\0")
-            if wanted in texts:
-                command = (
-                    folder.joinpath("cmdline")
-                    .read_bytes()
-                    .decode(errors="replace")
-                    .split("\0")[:-1]
+    for pid, environment in environments():
+        texts = environment.split(b"\0")
+        if wanted in texts:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                pairs = (
+                    text.decode(errors="replace").split("=", 1) for text in texts if b"=" in text
                 )
-                environment = dict(text.split("=", 1) for text in texts if "=" in text)
-                found.append(Found(int(folder.name), environment, command))
+                found.append(Found(pid, dict(pairs), command.split("\0")[:-1]))
     return sorted(found, key=lambda one: one.pid)
 
 

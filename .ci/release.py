@@ -22,7 +22,12 @@ VERSION_LINE = re.compile(r'^__version__ = "(?P<version>[^"]+)"$', re.MULTILINE)
 SECTION = re.compile(r"^## (?P<version>\d+\.\d+\.\d+) \((?P<date>\d{4}-\d\d-\d\d)\)$", re.MULTILINE)
 CITED = re.compile(r"^version: .*$", re.MULTILINE)
 UNRELEASED = "## Unreleased\n"
-LINK = re.compile(r"(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?!https?:|#|mailto:)(?P<path>[^)\s]+)\)")
+# A link to a file of the repository; what stands in a block of code is none.
+LINK = re.compile(
+    r"^(?P<fence>`{3,}).*?^(?P=fence)$"
+    r"|(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?!https?:|#|mailto:)(?P<path>[^)\s#]+)(?P<place>#[^)\s]*)?\)",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def main(words: list[str], root: Path = ROOT) -> int:
@@ -112,14 +117,28 @@ def addresses(root: Path, url: str, tag: str) -> None:
     head, mark, rest = text.partition("[project.optional-dependencies]")
     if not mark:
         raise ValueError("pyproject.toml has no [project.optional-dependencies]: where to?")
-    project.write_text(f"{head}[project.urls]\n{lines}\n\n{mark}{rest}", encoding="utf-8")
-    readme = root / "README.md"
+    written = {  # all of it before the first file is changed
+        root / "README.md": _with_addresses(root, url, tag),
+        project: f"{head}[project.urls]\n{lines}\n\n{mark}{rest}",
+    }
+    for path, content in written.items():
+        path.write_text(content, encoding="utf-8")
+
+
+def _with_addresses(root: Path, url: str, tag: str) -> str:
+    """Return README with an address in the place of each link to a file of the repository."""
 
     def absolute(found: re.Match[str]) -> str:
-        kind = "raw" if found["mark"] else "blob"
-        return f"{found['mark']}[{found['text']}]({url}/{kind}/{tag}/{found['path']})"
+        if found["fence"]:
+            return found[0]
+        path = root / found["path"]
+        if not path.exists():
+            raise ValueError(f"README.md leads to {found['path']}, which is not in the repository.")
+        kind = "raw" if found["mark"] else "tree" if path.is_dir() else "blob"
+        address = f"{url}/{kind}/{tag}/{found['path']}{found['place'] or ''}"
+        return f"{found['mark']}[{found['text']}]({address})"
 
-    readme.write_text(LINK.sub(absolute, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    return LINK.sub(absolute, (root / "README.md").read_text(encoding="utf-8"))
 
 
 def _files(root: Path) -> tuple[Path, Path]:

@@ -19,6 +19,8 @@ import ddpkit
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINKED = re.compile(r"\]\((?!https?:|#)(?P<path>[^)#\s]+)(?:#(?P<place>[^)\s]+))?\)")
 PINNED = re.compile(r"[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$")
 
 
@@ -36,7 +38,13 @@ def release(tmp_path):
     for name in ("ddpkit/__init__.py", "pyproject.toml", "README.md", "CITATION.cff"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "docs").mkdir()
+    for path in {found["path"] for found in LINKED.finditer(README)}:
+        is_folder = (ROOT / path).is_dir()
+        (tmp_path / path if is_folder else (tmp_path / path).parent).mkdir(
+            parents=True, exist_ok=True
+        )
+        if not is_folder:
+            (tmp_path / path).touch()
     (tmp_path / "docs" / "changelog.md").write_text(
         "# Changelog\n\n## Unreleased\n\n### Added\n\n- New.\n\n## 0.0.9 (2025-01-02)\n\n- Old.\n"
     )
@@ -111,8 +119,43 @@ def test_the_page_of_an_index_leads_to_the_repository(release, tmp_path):
     readme = (tmp_path / "README.md").read_text()
     assert "(https://host/me/ddpkit/blob/v0.2.0/docs/how-to/check-parity.md)" in readme
     assert "(https://host/me/ddpkit/raw/v0.2.0/docs/pictures/report.png)" in readme
+    assert "(https://host/me/ddpkit/tree/v0.2.0/examples/digits)" in readme
+    assert "/blob/v0.2.0/docs/reference/run_opts.md#all-options)" in readme
     assert re.findall(r"\]\((?!https://|#)", readme) == []
     assert release("addresses", "https://host/me/ddpkit", "v0.2.0") == 1
+
+
+def test_what_looks_like_a_link_in_a_block_of_code_stays(release, tmp_path):
+    code = "```python\nhandlers[name](event)\n```\n"
+    (tmp_path / "README.md").write_text(f"[a](LICENSE)\n\n{code}\n[b](docs/changelog.md)\n")
+    assert release("addresses", "https://host/me/ddpkit", "v0.2.0") == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert code in readme
+    assert readme.count("https://host/me/ddpkit/blob/v0.2.0/") == 2
+
+
+def test_a_link_to_nothing_is_told_before_a_file_changes(release, tmp_path, capsys):
+    before = (tmp_path / "pyproject.toml").read_text()
+    (tmp_path / "README.md").write_text("[here](docs/nowhere.md)\n")
+    assert release("addresses", "https://host/me/ddpkit", "v0.2.0") == 1
+    assert "leads to docs/nowhere.md, which is not in" in capsys.readouterr().err
+    assert (tmp_path / "pyproject.toml").read_text() == before
+
+
+def heading_names(path):
+    """The names of a page's headings, as they stand in addresses."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
+
+
+def test_the_links_of_the_readme_lead_somewhere():
+    places = [(ROOT / found["path"], found["place"]) for found in LINKED.finditer(README)]
+    assert len(places) > 1
+    assert [path for path, _ in places if not path.exists()] == []
+    named = [(path, place) for path, place in places if place]
+    assert [(path, place) for path, place in named if place not in heading_names(path)] == []
 
 
 def test_sections_of_the_changelog_have_dates_and_the_newest_first():

@@ -48,7 +48,7 @@ launch: export DDPKIT_TEST_WHOLE_EXIT = 1
 launch: $(VENV)/.installed-dev  ## run the tests with real launchers and clusters, of which there can be one at a time
 	$(BIN)/python -m pytest -m "launch and not exhaustive" $(PYTEST_ARGS)
 
-exhaustive: $(VENV)/.installed-ecosystem  ## run what shows the same on more recipes and sizes: a quarter of an hour, before a release
+exhaustive: $(VENV)/.installed-ecosystem  ## run what shows the same on more recipes and sizes: half an hour or more, before a release
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m exhaustive $(PYTEST_ARGS)
 
 # One area: a package with the tests beside it, or a module of the face with the tests of its name.

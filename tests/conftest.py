@@ -34,6 +34,10 @@ LONGEST = {"test_benchmarks.py"}
 # it is to be quick.
 QUICK_OF = {"grid": 1, "corner": 0}
 
+# So many combinations of a slow test's parameters run in each check, evenly over their list, and
+# the others before a release; the mark `in_each_check` names another number.
+SLOW_IN_EACH_CHECK = 3
+
 # What a test says that hung: of RankPool, of tests.launching, of pytest-timeout.
 HUNG = re.compile(r"^--- rank \d+: Hang|^still there after \d+ s|^Timeout \(?>", re.MULTILINE)
 HUNG_TESTS = pytest.StashKey[list]()
@@ -78,6 +82,24 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
         if item.get_closest_marker("exhaustive"):
             item.add_marker("slow")
+    for item in _beyond_each_check(items):
+        item.add_marker("exhaustive")
+
+
+def _beyond_each_check(items):
+    """Find the combinations of slow tests that show on more values what others show."""
+    combinations = {}
+    for item in items:
+        is_slow = item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive")
+        if is_slow and hasattr(item, "callspec"):
+            test = (item.parent.nodeid, item.originalname)
+            combinations.setdefault(test, []).append(item)
+    for same in combinations.values():
+        mark = same[0].get_closest_marker("in_each_check")
+        most = mark.args[0] if mark else SLOW_IN_EACH_CHECK
+        if len(same) > most:
+            kept = {round(at * (len(same) - 1) / max(most - 1, 1)) for at in range(most)}
+            yield from (item for at, item in enumerate(same) if at not in kept)
 
 
 @functools.cache

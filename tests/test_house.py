@@ -89,6 +89,7 @@ def test_measures_only_get_better():
     assert worse == {}, f"`make house` prints them all; at most: {at_most}"
 
 
+@pytest.mark.in_each_check(99)
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", NAMED_AT_MOST)
 def test_a_feature_is_named_by_no_more_modules(feature):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
 import pytest
+
+from tests.conftest import _beyond_each_check
 
 FIRST = [1, 2, 3]
 SECOND = [("a", None), ("b", None), ("a", True)]
@@ -31,3 +36,48 @@ def test_of_a_corner_the_first_values_are_quick(request, first, name, value):
     """Each other value is run with the first of the others."""
     assert others(first, (name, value)) <= 1
     assert is_slow(request) == (others(first, (name, value)) > 0)
+
+
+@dataclass
+class Combination:
+    """What pytest has of a test with parameters, as far as it is asked for."""
+
+    number: int
+    marks: dict[str, pytest.Mark]
+    originalname: str = "test_one"
+    callspec: object = None
+    parent: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(nodeid="tests/test_it.py")
+    )
+
+    def get_closest_marker(self, name):
+        return self.marks.get(name)
+
+
+def left_for_releases(count, **marks):
+    given = {name: mark.mark for name, mark in marks.items()}
+    every = [Combination(number, given) for number in range(count)]
+    return [one.number for one in _beyond_each_check(every)]
+
+
+@pytest.mark.parametrize(
+    ("count", "left"),
+    [(1, []), (3, []), (4, [1]), (5, [1, 3]), (8, [1, 2, 3, 5, 6])],
+)
+def test_of_a_slow_test_three_combinations_are_in_each_check(count, left):
+    """The first, the last, and one between them."""
+    assert left_for_releases(count, slow=pytest.mark.slow) == left
+    assert not left_for_releases(count)
+
+
+def test_a_slow_test_may_have_another_number_of_them():
+    mark = pytest.mark.in_each_check
+    assert left_for_releases(5, slow=pytest.mark.slow, in_each_check=mark(1)) == [1, 2, 3, 4]
+    assert not left_for_releases(9, slow=pytest.mark.slow, in_each_check=mark(9))
+
+
+def test_what_is_for_releases_already_is_not_counted():
+    given = {"slow": pytest.mark.slow.mark}
+    every = [Combination(number, given) for number in range(4)]
+    every[0].marks = {**given, "exhaustive": pytest.mark.exhaustive.mark}
+    assert not list(_beyond_each_check(every))

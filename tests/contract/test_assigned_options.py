@@ -237,6 +237,7 @@ def test_every_option_is_in_the_table():
     }
 
 
+@pytest.mark.in_each_check(99)
 @pytest.mark.corner
 @pytest.mark.parametrize("way", ["attribute", "run_opts"])
 @pytest.mark.parametrize("name", AT_ANY_TIME)
@@ -316,6 +317,7 @@ def test_what_was_read_for_good_is_refused_from_then_on(name, refused):
     assert refusals_inside(name, VALUES[name][0]) == refused
 
 
+@pytest.mark.in_each_check(99)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AT_ANY_TIME)
 def test_every_option_is_refused_from_its_moment_on(name):

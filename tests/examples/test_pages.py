@@ -57,6 +57,7 @@ def write(text, folder):
     path.write_text(body)
 
 
+@pytest.mark.in_each_check(99)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_true(page, tmp_path):
     commands = 0

@@ -100,6 +100,7 @@ def runs():
     return found
 
 
+@pytest.mark.in_each_check(16)
 @pytest.mark.parametrize(("name", "world_size"), runs())
 def test_every_number_is_that_of_before(ranks, name, world_size):
     found = traces_of(ranks, name, world_size)
@@ -117,6 +118,7 @@ def test_a_run_on_two_ranks_has_the_numbers_of_before(ranks, name):
     compare_ranks(name, "fresh", fresh_trace(ranks, name, 2), expected)
 
 
+@pytest.mark.in_each_check(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_a_checkpoint_of_before_is_resumed_as_it_was(ranks, name):

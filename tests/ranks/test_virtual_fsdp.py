@@ -221,6 +221,7 @@ def refused(name):
 
 
 @pytest.mark.corner
+@pytest.mark.in_each_check(99)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_have_other_bits_is_refused_by_name(ranks, name):
     """On one process, too, so that a run that begins there does not end on two."""

@@ -33,6 +33,7 @@ def this_host():
     return {socket.gethostname()}
 
 
+@pytest.mark.exhaustive
 def test_openmpi_without_an_address(openmpi_here, tmp_path):
     """On one host nothing need be given, and two runs beside each other do not meet."""
     folders = [tmp_path / name for name in ("one", "other")]

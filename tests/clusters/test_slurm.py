@@ -130,6 +130,7 @@ def test_bare_srun(slurm, tmp_path):
     agreed(tmp_path, 4)
 
 
+@pytest.mark.exhaustive
 def test_neighbours_of_a_cyclic_distribution(slurm, tmp_path):
     """Ranks 1 and 3 are on the second node: when one is killed, it is the other that sees it."""
     held(tmp_path)
@@ -149,6 +150,7 @@ def test_neighbours_of_a_cyclic_distribution(slurm, tmp_path):
         assert said in job.output, job.report()
 
 
+@pytest.mark.exhaustive
 def test_two_steps_of_one_job_beside_each_other(slurm, tmp_path):
     """They share the job's variables and must not meet on one port."""
     step = f"srun --exact -N2 -n2 {PYTHON} {SCRIPT} {HPARAMS}"

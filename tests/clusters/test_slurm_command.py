@@ -79,6 +79,7 @@ def test_it_trains(slurm, tmp_path, written):
     }
 
 
+@pytest.mark.exhaustive
 def test_with_restarts_by_torchrun_a_killed_rank_comes_back(slurm, tmp_path, written):
     """Both agents meet through the c10d rendezvous of the first node, and all ranks start again
     within the job.
@@ -134,6 +135,7 @@ def test_the_signal_before_the_limit_ends_the_attempt_and_queues_the_job_again(
     assert taken == list(range(1, len(taken) + 1)), "no step is lost and none is taken twice"
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_is_lost_and_comes_back(slurm, tmp_path, written):
     """A bare srun and the written script at the same time: the node is lost to both, and both go on
     by themselves.
@@ -192,6 +194,7 @@ def test_a_failure_is_not_queued_again(slurm, tmp_path, written):
         assert job.facts()["Restarts"] == "0"
 
 
+@pytest.mark.exhaustive
 def test_scancel_ends_it_for_good(slurm, tmp_path, written):
     held(tmp_path)
     with slurm.submit(tmp_path, written()) as job:

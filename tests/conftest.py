@@ -34,9 +34,9 @@ LONGEST = {"test_benchmarks.py"}
 # it is to be quick.
 QUICK_OF = {"grid": 1, "corner": 0}
 
-# So many combinations of a slow test's parameters run in each check, evenly over their list, and
+# So many combinations of a slow test's parameters run in each check, the first and the last, and
 # the others before a release; the mark `in_each_check` names another number.
-SLOW_IN_EACH_CHECK = 3
+SLOW_IN_EACH_CHECK = 2
 
 # What a test says that hung: of RankPool, of tests.launching, of pytest-timeout.
 HUNG = re.compile(r"^--- rank \d+: Hang|^still there after \d+ s|^Timeout \(?>", re.MULTILINE)

@@ -1,0 +1,52 @@
+"""The pages are written in short sentences, and without phrases that a reader reads twice."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COUNT = runpy.run_path(str(ROOT / "docs" / "count_words.py"))
+MOST_IN_THE_MEDIAN = 15  # words
+# Written while the others were read: they have four such phrases.
+NOT_READ_YET = "docs/contracts/"
+
+TEXT = """# A heading of which nobody counts the words
+
+Three words here. `a piece of code` is one word, [a link](https://of.which/has words) two.
+
+| a table | of which nothing counts |
+|---|---|
+
+- An item without an end
+- Use `ckpt`: it works. ddpkit begins a sentence.
+
+```python
+whoever = "reads this"
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return [COUNT["read"](path) for path in COUNT["pages"]()]
+
+
+def test_the_words_of_prose_are_counted():
+    lengths = [COUNT["count"](sentence) for sentence in COUNT["sentences"](TEXT)]
+    assert lengths == [3, 7, 5, 4, 4]
+    page = COUNT["Page"]("page", COUNT["sentences"](TEXT + "\nA run, of which one fails.\n"))
+    assert len(page.riddles) == 1
+
+
+def test_a_sentence_of_the_pages_has_few_words_in_the_median(pages):
+    assert {"README.md", "docs/index.md"} <= {page.name for page in pages}
+    assert median(length for page in pages for length in page.lengths) <= MOST_IN_THE_MEDIAN
+
+
+def test_no_page_has_a_riddle(pages):
+    read = [page for page in pages if not page.name.startswith(NOT_READ_YET)]
+    assert [f"{page.name}: {riddle}" for page in read for riddle in page.riddles] == []

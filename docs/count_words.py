@@ -1,7 +1,8 @@
 """Count the words of each sentence of the pages: `python docs/count_words.py [PAGE...]`.
 
 It prints the median and the longest sentences of each page and of all, and each riddle: a phrase
-that a reader has to read twice. Code, tables, headings and addresses of links are left out. Records
+that a reader has to read twice. Code, headings and addresses of links are left out, and tables but
+for the riddles. Records
 (decisions, changelog) are not counted, since nobody rewrites them.
 """
 
@@ -35,6 +36,7 @@ LONGEST = 3  # sentences that are shown of a page
 # What is no prose: a block of code or a directive, a comment, a row of a table, a heading, a fence.
 BLOCK = re.compile(r"^( *)(```+).*?^\1\2`*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+ROW = re.compile(r"^ *\|.*$", re.MULTILINE)
 LINE = re.compile(r"^ *(\||#+ |:::|\(\S+\)=$).*$", re.MULTILINE)
 # What stands for other text.
 PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
@@ -49,10 +51,11 @@ WORD = re.compile(r"\S*\w\S*")
 
 
 class Page(NamedTuple):
-    """The sentences of a page, and the riddles in them."""
+    """The sentences of a page, the rows of its tables, and the riddles in both."""
 
     name: str
     sentences: list[str]
+    rows: list[str]
 
     @property
     def lengths(self) -> list[int]:
@@ -61,10 +64,10 @@ class Page(NamedTuple):
 
     @property
     def riddles(self) -> list[str]:
-        """The sentences that hold a riddle, each behind the phrase."""
+        """The sentences and rows that hold a riddle, each behind the phrase."""
         return [
             f"{phrase!r}: {sentence}"
-            for sentence in self.sentences
+            for sentence in [*self.sentences, *self.rows]
             for phrase in RIDDLES
             if re.search(rf"\b{phrase}\b", sentence, re.IGNORECASE)
         ]
@@ -92,6 +95,11 @@ def sentences(text: str) -> list[str]:
     return [found for part in paragraphs for found in END.split(part) if count(found)]
 
 
+def rows(text: str) -> list[str]:
+    """Return the rows of a page's tables, without pieces of code."""
+    return ROW.findall(CODE.sub("Code", BLOCK.sub("\n\n", text)))
+
+
 def pages() -> Iterator[Path]:
     """Yield the pages that are counted."""
     for pattern in PATTERNS:
@@ -103,7 +111,8 @@ def pages() -> Iterator[Path]:
 def read(path: Path) -> Page:
     """Read one page."""
     name = path.resolve().relative_to(ROOT).as_posix()
-    return Page(name, sentences(path.read_text(encoding="utf-8")))
+    text = path.read_text(encoding="utf-8")
+    return Page(name, sentences(text), rows(text))
 
 
 def show(name: str, found: list[Page], longest: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 COUNT = runpy.run_path(str(ROOT / "docs" / "count_words.py"))
 MOST_IN_THE_MEDIAN = 15  # words
-# Written while the others were read: they have four such phrases.
+# Written while the others were read: they have a few such phrases.
 NOT_READ_YET = "docs/contracts/"
 
 TEXT = """# A heading of which nobody counts the words
@@ -38,8 +38,12 @@ def pages():
 def test_the_words_of_prose_are_counted():
     lengths = [COUNT["count"](sentence) for sentence in COUNT["sentences"](TEXT)]
     assert lengths == [3, 7, 5, 4, 4]
-    page = COUNT["Page"]("page", COUNT["sentences"](TEXT + "\nA run, of which one fails.\n"))
-    assert len(page.riddles) == 1
+
+
+def test_a_riddle_is_found_in_a_sentence_and_in_a_table():
+    text = TEXT + "\nA run, of which one fails.\n"
+    page = COUNT["Page"]("page", COUNT["sentences"](text), COUNT["rows"](text))
+    assert len(page.riddles) == 2
 
 
 def test_a_sentence_of_the_pages_has_few_words_in_the_median(pages):

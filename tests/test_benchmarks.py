@@ -51,6 +51,7 @@ def test_a_step_has_as_many_collectives_on_many_ranks_as_on_two(tmp_path):
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_first_step_is_timed_in_fresh_processes():
     command = [

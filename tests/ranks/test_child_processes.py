@@ -124,7 +124,7 @@ def test_a_launcher_inside_a_rank_starts_ranks_of_its_own(folder):
         ("a command", "code"),
         ("nothing of ranks", "fine 0"),
         ("multiprocessing", "spawned 0"),
-        ("exec", "done 0"),
+        pytest.param("exec", "done 0", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_needs_no_group_and_the_rank_itself_go_on(folder, how, said):

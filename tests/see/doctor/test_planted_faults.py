@@ -89,6 +89,7 @@ def test_a_machine_without_faults_has_no_problem(doctor):
     assert told.measured("interface of gloo") == "eth0 (10.77.0.7) eth0 (10.77.0.7)"
 
 
+@pytest.mark.exhaustive
 def test_one_core_for_two_processes(doctor):
     told = doctor(f"taskset --cpu-list 0 {DOCTOR} --nproc 2")
     assert "processor cores" in told.problems
@@ -108,6 +109,7 @@ def test_an_interface_that_is_not_there(doctor):
     assert "there is no interface 'eth7'" in told.measured("interface of gloo")
 
 
+@pytest.mark.exhaustive
 def test_an_interface_that_is_down_and_an_output_folder_that_is_read_only(doctor):
     plant = """
 ip link add far0 type veth peer name far1
@@ -139,6 +141,7 @@ def test_a_host_name_that_resolves_to_nothing_and_one_thread_short(doctor):
         assert told.verdict("threads") == ["look"]
 
 
+@pytest.mark.exhaustive
 def test_a_port_that_is_taken(doctor):
     holder = (
         "import socket, sys, time; server = socket.create_server(('', 29578)); "
@@ -182,6 +185,7 @@ def test_another_version_on_one_rank_and_a_host_name_that_resolves_to_loopback(d
     assert "node7 is 127.0.1.1, the loopback" in told.measured("host name")
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_others_keep_busy(doctor):
     cores = len(os.sched_getaffinity(0))
     busy = f"{sys.executable} -c 'while True: pass' & others=\"$others $!\"\n"

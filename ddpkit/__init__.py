@@ -57,6 +57,7 @@ __all__ = [
     "if_main_process",
     "load_hparams",
     "main_process_only",
+    "notebook_launch",
     "parse_arguments",
     "run_on_main",
     "seed_everything",

@@ -70,6 +70,9 @@ from ddpkit.experiment import (
 from ddpkit.hparams import (
     load_hparams as load_hparams,
 )
+from ddpkit.launch import (
+    notebook_launch as notebook_launch,
+)
 from ddpkit.parts import (
     Part as Part,
 )

@@ -55,6 +55,9 @@ from ddpkit.base.output_folder import (
 from ddpkit.base.own_pipe import (
     is_read_here as is_read_here,
 )
+from ddpkit.base.parent_death import (
+    dying_with_parent as dying_with_parent,
+)
 from ddpkit.base.plain_yaml import (
     dump_plain_yaml as dump_plain_yaml,
     load_plain_yaml as load_plain_yaml,

@@ -9,6 +9,9 @@ from ddpkit.compat.exiting import before_pools_end as before_pools_end
 from ddpkit.compat.first_calls import (
     CallNotice as CallNotice,
 )
+from ddpkit.compat.forked_devices import (
+    is_lost_by_fork as is_lost_by_fork,
+)
 from ddpkit.compat.forkservers import (
     kill_when_terminated as kill_when_terminated,
     own_forkserver as own_forkserver,

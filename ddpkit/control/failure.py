@@ -54,6 +54,7 @@ from ddpkit.errors import (
     RankFailedError,
     RunStopped,
 )
+from ddpkit.launch import is_notebook_rank
 from ddpkit.logger import get_logger, log_file_of, shown_path, without_console
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ def _explained(error: BaseException) -> BaseException:
 def _tell(error: BaseException, *, is_final: bool) -> None:
     if PROCESS.report is None:
         return
-    in_child = multiprocessing.parent_process() is not None
+    in_child = multiprocessing.parent_process() is not None and not is_notebook_rank()
     if is_second_hand(error):
         if in_child and not is_final:
             _say_once(error, str(error))

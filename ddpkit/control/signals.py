@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddpkit.base import rank_if_known
 from ddpkit.errors import ConfigError, RankFailedError, RunStopped
+from ddpkit.launch import is_notebook_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -184,7 +185,7 @@ class SignalListener:
         ``signal.set_wakeup_fd``, and the thread that reads there, stay: see
         ``_watch_second_signal``.
         """
-        if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1"):
+        if threading.current_thread() is not threading.main_thread() or _is_interactive():
             yield
             return
         # else this call is inside of another one
@@ -243,6 +244,13 @@ class SignalListener:
             return False
         self.stop_signal = number
         return True
+
+
+def _is_interactive() -> bool:
+    """Say whether a person types in what this process runs. A rank that ``notebook_launch`` has
+    forked from such a process runs one function, and ends.
+    """
+    return hasattr(sys, "ps1") and not is_notebook_rank()
 
 
 def _is_launchers(handler: Any) -> bool:

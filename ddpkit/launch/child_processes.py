@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ddpkit.base import state_and_start
 from ddpkit.errors import LaunchError
 from ddpkit.launch.launcher_variables import RANK_PROCESS, tells_rank
-from ddpkit.launch.launchers import find_launch
+from ddpkit.launch.launchers import NOTEBOOK_LAUNCH, find_launch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +68,7 @@ def refuse_child_of_rank(info: LaunchInfo) -> None:
     if launch != _launch_of(info) or process == _this_process():
         return
     pid = process.partition(":")[0]
-    is_torchs = info.launcher in {"torchrun", "environment"}
+    is_torchs = info.launcher in {"torchrun", NOTEBOOK_LAUNCH, "environment"}
     names = [name for name in os.environ if (name in _TORCHS if is_torchs else tells_rank(name))]
     found = " ".join(f"{name}={os.environ[name]}" for name in sorted(names))
     raise LaunchError(

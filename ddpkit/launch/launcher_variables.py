@@ -7,6 +7,7 @@ program that is to run alone. Which of them a launcher needs says its function i
 from __future__ import annotations
 
 import itertools
+import os
 
 from ddpkit.base import MPI_LAUNCHERS
 from ddpkit.launch.platforms import TELL_NODES
@@ -14,6 +15,7 @@ from ddpkit.launch.slice_plan import SLICE
 
 # Of this library.
 NPROC = "DDPKIT_NPROC"  # how many ranks --nproc has torchrun start, in their environment
+NOTEBOOK = "DDPKIT_NOTEBOOK"  # how many ranks notebook_launch has forked, in their environment
 PARITY = "DDPKIT_PARITY"  # the folder of the parity check that this process is a rank of
 #: Which process is the rank that the launcher's variables beside it are for.
 RANK_PROCESS = "DDPKIT_RANK_PROCESS"
@@ -47,6 +49,7 @@ SLURM_STEP = "SLURM_STEP_"  # how the names begin that a step of Slurm sets
 #: The number of tasks is also set in a batch script, which is one process: shown, not removed.
 SHOWN = (
     NPROC,
+    NOTEBOOK,
     "GROUP_RANK",
     "TORCHELASTIC_R",
     *MPI,
@@ -61,11 +64,24 @@ _REMOVED = {
     *SLURM,
     *TELL_NODES,
     NPROC,
+    NOTEBOOK,
     PARITY,
     RANK_PROCESS,
     SLICE,
 }
 _REMOVED_PREFIXES = ("TORCHELASTIC_", SLURM_STEP)
+
+
+def is_notebook_rank() -> bool:
+    """Say whether this process is a rank that ``notebook_launch`` has forked.
+
+    It ends as a script does: through ``sys.excepthook``.
+
+    Example:
+        >>> is_notebook_rank()
+        False
+    """
+    return NOTEBOOK in os.environ
 
 
 def tells_rank(name: str) -> bool:

@@ -32,10 +32,11 @@ from ddpkit.base import (
     size,
 )
 from ddpkit.errors import LaunchError
-from ddpkit.launch.launcher_variables import PARITY, SHOWN, TORCH
+from ddpkit.launch.launcher_variables import NOTEBOOK, PARITY, SHOWN, TORCH
 from ddpkit.launch.platforms import Node, numbers_nodes, refuse_numbers_of_nodes
 
 NO_LAUNCHER = "none"
+NOTEBOOK_LAUNCH = "notebook_launch"
 LOOPBACK = "127.0.0.1"
 
 # Ports computed from a run's id: below the ephemeral ports of the system, above most services.
@@ -54,7 +55,8 @@ class LaunchInfo:
 
     Args:
         launcher: ``"torchrun"`` (also by ``--nproc``), ``"slurm"``, ``"openmpi"``, ``"jsm"``,
-            ``"pmi"``, ``"environment"`` (the plain variables, set by anything else) or ``"none"``.
+            ``"pmi"``, ``"notebook_launch"``, ``"environment"`` (the plain variables, set by
+            anything else) or ``"none"``.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its node, from 0.
         world_size: number of processes.
@@ -333,7 +335,7 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
     place = checked_places(environ, named)
     node_rank = count(environ, "NODE_RANK", (rank - local_rank) // local_world_size)
     return LaunchInfo(
-        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
+        launcher=_name_of_torchs(environ),
         **place,
         node_rank=count(environ, "GROUP_RANK", node_rank),
         restart_count=count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -342,6 +344,13 @@ def _from_torch_variables(environ: Mapping[str, str]) -> LaunchInfo | None:
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         own_devices=PARITY in environ,  # these ranks share a GPU where there are not enough
     )
+
+
+def _name_of_torchs(environ: Mapping[str, str]) -> str:
+    """Name the launcher that has set torch's own variables."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    return NOTEBOOK_LAUNCH if NOTEBOOK in environ else "environment"
 
 
 # -------------------------------------------------------------------------------------------- Slurm

@@ -29,13 +29,21 @@ ALIVE_ONCE_A_DAY = "keep_alive_interval=86400"
 NOT_SCRIPTS = ("", "-")
 
 
-def count_processes(asked: int | str, device: str | None = None) -> int:
+def count_processes(
+    asked: int | str,
+    device: str | None = None,
+    *,
+    gpus: int | None = None,
+    sign: str = "--",
+) -> int:
     """Find out how many processes are meant.
 
     Args:
         asked: a number, ``"gpu"`` (one per GPU), ``"cpu"`` (one per core) or ``"auto"`` (one per
             GPU, else per core).
         device: the device that was asked for, if any; ``"cpu"`` makes GPUs not count.
+        gpus: how many GPUs there are, where that is known; None looks.
+        sign: what stands before a name in messages: options have ``--``, arguments nothing.
 
     Returns:
         The number, at least 1.
@@ -50,13 +58,15 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
         Traceback (most recent call last):
         ddpkit.errors.ConfigError: nproc must be >= 1, got '0'...
     """
-    kind = "cpu" if device is not None and device.split(":")[0] == "cpu" else accelerator_kind()
-    gpus = 0 if kind == "cpu" else count_devices(kind)
+    if device is not None and device.split(":")[0] == "cpu":
+        gpus = 0
+    elif gpus is None:
+        gpus = count_gpus()
     word = str(asked).strip().lower()
     if word == "gpu" and not gpus:
         raise ConfigError(
-            "nproc='gpu', but no GPU was found or asked for. Give a number, such as --nproc=2, or "
-            "cpu."
+            "nproc='gpu', but no GPU was found or asked for. Give a number, such as "
+            f"{sign}nproc=2, or cpu."
         )
     if word in {"gpu", "cpu", "auto"}:
         return gpus if word != "cpu" and gpus else cores()
@@ -68,7 +78,7 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
     number = int(word)
     if gpus and number > gpus:
         text = f"nproc={asked!r}, but there are {gpus} GPUs, and each process needs one of its own."
-        raise ConfigError(f"{text} Give --nproc={gpus} or less, or --device=cpu.")
+        raise ConfigError(f"{text} Give {sign}nproc={gpus} or less, or {sign}device=cpu.")
     if not gpus and number > cores():
         logger.warning(
             "%d processes share %d processor cores: they will wait for each other.",
@@ -76,6 +86,12 @@ def count_processes(asked: int | str, device: str | None = None) -> int:
             cores(),
         )
     return number
+
+
+def count_gpus() -> int:
+    """Count the GPUs that this process may use."""
+    kind = accelerator_kind()
+    return 0 if kind == "cpu" else count_devices(kind)
 
 
 def cores() -> int:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 _SIGNALS = ("SIGTERM", "SIGHUP")  # of a scheduler, and of a terminal that is closed
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
 @contextlib.contextmanager
@@ -42,27 +39,6 @@ def ended_in_order() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def dying_with_parent(number: int) -> Callable[[], None] | None:
-    """Return what a new process calls to be ended when this one ends, however that comes about.
-
-    It is for ``subprocess.Popen(preexec_fn=...)``. The system looks at the thread that has started
-    the process: it must live as long as the process.
-
-    Args:
-        number: of the signal that ends it.
-
-    Returns:
-        None where the system has no such thing.
-    """
-    if _libc is None:
-        return None
-    prctl = _libc.prctl
-    return lambda: prctl(_DIE_WITH_PARENT, number)
-
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_children(children: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> None:

@@ -26,6 +26,7 @@ FIRST = {
     "gradient accumulation": "accumulation",
     "mixed precision": "mixed-precision",
     "nan": "nan",
+    "notebook": "notebooks",
     "slow": "why-is-it-slow",
     "tensorboard": "tensorboard",
 }

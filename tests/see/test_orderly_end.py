@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpkit.base import dying_with_parent
 from ddpkit.errors import LaunchError
 from ddpkit.launch import LaunchInfo
 from ddpkit.see.doctor.check import Site
@@ -18,7 +19,7 @@ from ddpkit.see.doctor.checks import recipe_loader
 from ddpkit.see.doctor.machine import Machine
 from ddpkit.see.doctor.planned_run import PlannedRun
 from ddpkit.see.doctor.ranks import Ranks
-from ddpkit.see.orderly_end import dying_with_parent, end_children, ended_in_order
+from ddpkit.see.orderly_end import end_children, ended_in_order
 from ddpkit.see.scale import slice_process
 from tests.launching import Run, python, wait_until
 

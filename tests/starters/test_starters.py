@@ -230,18 +230,3 @@ def test_torchrun_with_the_variables_of_kubeflow(tmp_path, weights_of_one):
     for pod in start("again"):
         assert pod.wait(60).code == 0, pod.err
     assert_went_on(tmp_path, first, weights_of_one)
-
-
-@needs("nbclient")
-def test_a_notebook(tmp_path, weights_of_one):
-    """The cell of the page, in a kernel of Jupyter's. Ranks that such a kernel has forked hear no
-    signal: the other rank is ended before it can say why, so that torch alone names the killed one.
-    """
-    cell = block("cell of a notebook").replace("29512", str(free_port()))
-    (tmp_path / "start.py").write_text(
-        "import nbclient, nbformat\n"
-        f"book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell({cell!r})])\n"
-        "nbclient.NotebookClient(book, kernel_name='python3').execute()\n"
-    )
-    words = "process 1 terminated with signal SIGKILL"
-    train_kill_and_go_on(tmp_path, python("start.py"), weights_of_one, words=words)

@@ -10,20 +10,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ddpkit.base import dying_with_parent
 from ddpkit.errors import LaunchError
 from ddpkit.launch import (
-    LOOPBACK,
     LaunchInfo,
     cores,
     count_processes,
     find_launch,
     node_by_rank,
+    open_store,
+    rank_variables,
     without_launch,
 )
-from ddpkit.see.orderly_end import dying_with_parent, end_children, ended_in_order
+from ddpkit.see.orderly_end import end_children, ended_in_order
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -58,17 +59,7 @@ def run_ranks(asked: str, device: str | None, words: Sequence[str]) -> int:
             "the command without a launcher."
         )
     number = count_processes(asked, device)
-    from torch.distributed import TCPStore
-
-    # Here and not in rank 0: the system chooses a free port, and no other program can take it
-    # first.
-    store = TCPStore(
-        LOOPBACK,
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=STORE_SECONDS),
-    )
+    store = open_store(STORE_SECONDS)
     children: list[subprocess.Popen[bytes]] = []
     with ended_in_order():
         try:
@@ -87,13 +78,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     environment = {
         **without_launch(os.environ),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(number),
-        "LOCAL_WORLD_SIZE": str(number),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **rank_variables(rank, number, store.port),
     }
     environment.setdefault(
         "OMP_NUM_THREADS",

@@ -14,18 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddpkit.base import dying_with_parent
 from ddpkit.errors import LaunchError
-from ddpkit.launch import LOOPBACK, SLICE, SlicePlan, cores, without_launch
+from ddpkit.launch import SLICE, SlicePlan, cores, open_store, rank_variables, without_launch
 from ddpkit.run import SliceResult
-from ddpkit.see.orderly_end import dying_with_parent
 from ddpkit.see.scale.cells import Cell
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 POLL_SECONDS = 0.05
 STORE_SECONDS = 300.0
@@ -143,7 +139,7 @@ def _processes(
     store = None
     try:
         if cell.processes > 1:
-            store = _open_store()
+            store = open_store(STORE_SECONDS)
         for rank in range(cell.processes):
             environment = environment_of(
                 cell,
@@ -198,30 +194,7 @@ def environment_of(
     if number == 1:
         return environment
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // number)))
-    return environment | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(number),
-        "LOCAL_WORLD_SIZE": str(number),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _open_store() -> TCPStore:
-    """Open the store at which the ranks meet. Here: the system chooses a free port, and keeps
-    it.
-    """
-    from torch.distributed import TCPStore
-
-    return TCPStore(
-        LOOPBACK,
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=STORE_SECONDS),
-    )
+    return environment | rank_variables(rank, number, port)
 
 
 # ----------------------------------------------------------------------------------- while they run

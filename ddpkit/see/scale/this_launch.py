@@ -12,10 +12,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddpkit.base import dying_with_parent
 from ddpkit.errors import LaunchError
 from ddpkit.launch import SLICE, LaunchInfo, SlicePlan
 from ddpkit.run import SliceResult
-from ddpkit.see.orderly_end import dying_with_parent
 from ddpkit.see.scale.request import ScaleRequest
 from ddpkit.see.scale.result_file import Measurement, write_measurement
 from ddpkit.see.scale.slice_process import NO_FIT

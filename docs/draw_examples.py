@@ -39,6 +39,7 @@ CURVES = {
     "stream": LOSSES,
     "fine_tuning": LOSSES,
     "own_loop": LOSSES,
+    "tabular": LOSSES,
     "transformer": LOSSES,
 }
 WORDS = {"tagging": ["--grad_accumulation_factor=2"]}

@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(
     path.parent.name for path in EXAMPLES.glob("*/README.md") if path.parent.name != "digits"
 )
-EXTRAS = {"fine_tuning": "sklearn"}
+EXTRAS = {"fine_tuning": "sklearn", "tabular": "sklearn"}
 COMMAND = ("train.py", "hparams.yaml")
 CONTENTS = shutil.ignore_patterns("results", "__pycache__")
 

@@ -39,6 +39,7 @@ CURVES = {
     "stream": LOSSES,
     "fine_tuning": LOSSES,
     "own_loop": LOSSES,
+    "speech": LOSSES,
     "tabular": LOSSES,
     "transformer": LOSSES,
 }

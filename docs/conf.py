@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 os.environ["DDPKIT_SPEECHBRAIN"] = "0"  # importing ddpkit.speechbrain changes nothing here
 
+from extensions import outside_links
+
 import ddpkit
 
 project = "ddpkit"
@@ -18,11 +20,21 @@ author = "the ddpkit authors"
 copyright = "the ddpkit authors; Apache License 2.0"
 version = release = ddpkit.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "extensions.inline_drawings",
+    "extensions.markdown_pages",
+]
+# What makes pages nicer to use and no warning: a check (`make docs-check`) does without.
+EXTENSIONS_OF_THE_SITE = ["sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build", "recorded_runs", "decisions/template.md"]
 nitpicky = True
-# References to ddpkit's own names must resolve. Those to other projects cannot: their inventories
-# would have to be downloaded, and a build needs no network.
+# References to ddpkit's own names must resolve. Those to other projects lead somewhere only if a
+# build is told where their lists of names are: it needs no network.
+intersphinx_mapping = outside_links.mapping(os.environ.get(outside_links.VARIABLE, ""))
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ddpkit\b).*"),
     # private base classes and type variables
@@ -54,16 +66,42 @@ highlight_language = "none"
 
 html_theme = "furo"
 html_title = f"ddpkit {release}"
+# The colours of the logo; the theme has more.
+COLOURS = {
+    "light_css_variables": {
+        "color-brand-primary": "#0f766e",
+        "color-brand-content": "#0f766e",
+        "color-brand-visited": "#5b4a9c",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#4fd1c1",
+        "color-brand-content": "#4fd1c1",
+        "color-brand-visited": "#b9a7f5",
+    },
+}
+html_static_path = ["_static"]
+html_css_files = ["ddpkit.css"]
+html_logo = "_static/logo.svg"
+html_favicon = "_static/logo.svg"
 html_copy_source = False
 html_show_sphinx = False
+# The button of a block copies its commands, without prompts and without what they print.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 
-def setup(_):
-    """Draw the pictures of commands, anew at each build."""
+def setup(app):
+    """Draw the pictures, anew at each build."""
     import draw_report
     import draw_scale
+    import drawings
 
+    if app.config.html_theme == "furo":
+        app.config.html_theme_options = COLOURS
+        for extension in EXTENSIONS_OF_THE_SITE:
+            app.setup_extension(extension)
     pictures = Path(__file__).resolve().parent / "_build" / "pictures"
     draw_report.draw(pictures / "report.png")
     draw_scale.draw(pictures / "scale.svg")
+    drawings.draw_all(pictures / "drawings")
     return {"parallel_read_safe": True}

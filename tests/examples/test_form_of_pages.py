@@ -17,7 +17,7 @@ PAGES = sorted(
     ]
     if "_build" not in path.parts
 )
-FENCE = re.compile(r"^ *(?P<marks>`{3,}|~{3,})(?P<words>.*)$")
+FENCE = re.compile(r"^ *(?P<marks>`{3,}|~{3,}|:{3,})(?P<words>.*)$")
 LANGUAGES = {"console", "diff", "json", "pycon", "python", "py", "sh", "text", "yaml"}
 PROMPT = "$ "
 

@@ -123,7 +123,8 @@ def _signature(thing: Any) -> str:
 
 def summary_of(text: str) -> str:
     """Return the first sentences of a page of plain Markdown."""
-    paragraphs = re.split(r"\n\s*\n", text)
+    without_code = re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+    paragraphs = re.split(r"\n\s*\n", without_code.strip())
     prose = next((part for part in paragraphs if re.match(r"[\w\[`*\"]", part)), "")
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)|\*\*", r"\1", " ".join(prose.split()))
     if len(words) <= SUMMARY:

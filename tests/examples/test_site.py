@@ -91,6 +91,7 @@ def test_a_long_first_paragraph_is_cut_after_a_sentence(extensions):
     assert summary("# Title\n\nShort, **bold** and [linked](x.md).\n\nMore.") == (
         "Short, bold and linked."
     )
+    assert summary("# Title\n\n```sh\nls\n\nls\n```\n\nProse.") == "Prose."
     assert summary("# Title\n\n" + "Ten letters. " * 30).endswith("letters.")
 
 

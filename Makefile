@@ -22,7 +22,7 @@ FAULTS_ARGS ?=
 MUTANTS_ARGS ?=
 # For the delete test: --only fsdp, --jobs 1, tests to run (python -m tests.deletion --help).
 DELETE_ARGS  ?=
-# For drawn trainings: --seed S, --minutes M, --only N of a seed (python -m tests.model --help).
+# For drawn trainings: --seed S, --minutes M, --only N of a seed; --same_bits --recipes N (python -m tests.model --help).
 MODEL_ARGS ?=
 
 # Several processes share the cores in most of what runs here: one thread each is several times faster.

@@ -373,6 +373,46 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+@contextlib.contextmanager
+def requiring_compiled_code() -> Iterator[None]:
+    """Return a context in which torch raises where it would go on without compiling, as it has
+    compiled a module for as many kinds of inputs as it does.
+
+    Without torch's compiler in this process nothing is compiled, and nothing changes.
+
+    Ranks: local.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html.
+    """
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is None:
+        yield
+        return
+    # a setting of the whole process: what a recipe has chosen comes back
+    before = compiler.config.fail_on_recompile_limit_hit
+    compiler.config.fail_on_recompile_limit_hit = True
+    try:
+        yield
+    finally:
+        compiler.config.fail_on_recompile_limit_hit = before
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Say whether an exception is that of :func:`requiring_compiled_code`; otherwise, if torch has
+    another name for it, False.
+
+    Args:
+        error: out of a compiled module.
+
+    Ranks: local.
+
+    Example:
+        >>> is_recompile_limit(RuntimeError("out of memory"))
+        False
+    """
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
 def has_compiled_code() -> bool:
     """Return whether ``torch.compile`` has compiled anything in this process; otherwise, if
     unknown, True.

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.base import note_line_of
+from ddpkit.compat import is_recompile_limit, requiring_compiled_code
 from ddpkit.errors import BatchError, DataError, DdpkitError
 from ddpkit.logger import get_logger
 from ddpkit.run.memory_report import is_out_of_memory
+from ddpkit.strategies import NO_CONTEXT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from ddpkit.run.memory_report import MemoryReport
     from ddpkit.run_opts import RunOptions
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+OF_TORCH = (RuntimeError, ValueError, MemoryError)
 MIXED_SAYS = "mixed torch.Tensor and DTensor"  # in torch 2.13
 MIXED = (
     'A weight that is divided over the ranks met a whole tensor: "{}". '
@@ -52,7 +56,8 @@ def explaining(
 ) -> Iterator[None]:
     """Return a context in which errors of torch that come from the way of running say what to do.
 
-    An error about what a hook has returned is given the line of this hook.
+    An error about what a hook has returned is given the line of this hook. Where no bit depends on
+    the number of processes, torch may not stop compiling in the middle of a stage.
 
     Args:
         brain: whose hooks run.
@@ -61,12 +66,15 @@ def explaining(
         memory: tells what took the memory, after an out-of-memory error.
     """
     try:
-        yield
+        with _compiling(strategy):
+            yield
     except DdpkitError as error:
         if isinstance(error, BatchError) and error.hook:
             note_line_of(error, getattr(brain, error.hook, None))
         raise
-    except (RuntimeError, ValueError, MemoryError) as error:
+    except Exception as error:
+        if not _may_be_of_torch(error):
+            raise
         if is_out_of_memory(error):
             memory.tell(error)
         has_no_answer = options.auto_micro_batch or strategy.unrepeatable
@@ -76,6 +84,16 @@ def explaining(
         if news is None:
             raise
         raise news from error
+
+
+def _compiling(strategy: Strategy) -> AbstractContextManager[None]:
+    # a stage, and not a run: another Brain of this process may not care
+    return requiring_compiled_code() if strategy.has_same_bits() else NO_CONTEXT
+
+
+def _may_be_of_torch(error: Exception) -> bool:
+    # the compiler's own error is a plain Exception
+    return isinstance(error, OF_TORCH) or is_recompile_limit(error)
 
 
 def _explained(error: Exception) -> DdpkitError | None:

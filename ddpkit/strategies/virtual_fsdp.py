@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpkit.base import local_part
+from ddpkit.compat import is_compiled
 from ddpkit.distributed import get_world_size
 from ddpkit.errors import ConfigError
 from ddpkit.strategies.base import asks_for_shards
@@ -47,6 +48,14 @@ if TYPE_CHECKING:
     from ddpkit.training import Accumulation, Progress, Window
 
 TOGETHER = "virtual_ranks with strategy=fsdp"
+PIECES = (
+    "torch compiles a module that is gathered in other pieces than a whole one, and what stands in "
+    "one piece is rounded together"
+)
+COMPILED = (
+    "virtual_ranks with strategy='fsdp' does not work with modules[{!r}], of which a part is "
+    "compiled: {}. Do not compile it, or use strategy=zero1."
+)
 NOT_WITH = {
     "fsdp_param_dtype=bf16": (
         "the other strategies have no such rounding of weights (use --precision=bf16)"
@@ -55,6 +64,8 @@ NOT_WITH = {
     "fsdp_whole_gradients": "the gradients of each shard are divided by themselves",
     "find_unused_parameters": "all processes gather a block together, so each must use it",
     "skip_nonfinite_grads": "each process sees a part of a gradient only",
+    # the compiler leaves out FSDP2's hooks, and so begins a new graph at each block
+    **dict.fromkeys(("compile", "compile_module_keys", "compile_blocks"), PIECES),
 }
 OLD_TORCH = (
     "virtual_ranks with strategy='fsdp' needs a torch whose FSDP2 takes a reduce-scatter of one's "
@@ -158,10 +169,11 @@ class VirtualFSDP(VirtualRanks):
 
         Raises:
             ConfigError: an entry is wrapped or divided already, or two share a parameter; dtypes
-                differ; torch cannot do it.
+                differ; a part is compiled; torch cannot do it.
         """
         refuse_shared_parameters(modules)
         self._require_one_dtype(modules)
+        self._require_not_compiled(modules)
         if not self._is_divided:
             super().wrap(modules)
             return
@@ -194,6 +206,12 @@ class VirtualFSDP(VirtualRanks):
         others = {getattr(parameter, "grad_dtype", None) for parameter in trained} - {None}
         if len(dtypes | others) > 1:
             raise ConfigError(TWO_DTYPES.format(", ".join(sorted(map(str, dtypes | others)))))
+
+    def _require_not_compiled(self, modules: nn.ModuleDict) -> None:
+        for name, module in modules.items():
+            # by the recipe itself: options are refused before
+            if any(map(is_compiled, module.modules())):
+                raise ConfigError(COMPILED.format(name, PIECES))
 
     def begin_epoch(self, modules: nn.ModuleDict) -> None:
         """Divide what a recipe's own forward pass has left whole; take note of the parameters and

@@ -21,6 +21,7 @@ from torch import nn
 
 from ddpkit.base import local_part
 from ddpkit.comm import BUCKET_BYTES, OrderedSum, TreeSum, add_tensors
+from ddpkit.compat import is_recompile_limit
 from ddpkit.data import Division
 from ddpkit.device import use_deterministic_kernels, widest_float
 from ddpkit.distributed import get_world_size
@@ -52,6 +53,14 @@ NOT_WITH = {
     "check_parity": "it compares with a batch that is not divided",
     "precision=fp16": "the range of fp16 needs a scale (use bf16)",
     "sync_batchnorm": "each virtual rank has batch statistics of its own",
+    # what is compiled may follow from the batch alone, not from what a process has seen before
+    "compile_mode=max-autotune": "it chooses kernels by the times that a process has measured",
+    "compile_mode=max-autotune-no-cudagraphs": (
+        "it chooses kernels by the times that a process has measured"
+    ),
+    "compile_using_dynamic_shape_tracing": (
+        "kernels for any size are made for those that a process sees first"
+    ),
     **OF_DDP,
 }
 
@@ -69,6 +78,12 @@ NOT_DETERMINISTIC = (
     "an operation of this "
     'recipe: "{}". Compute the same by another operation, move this one to the CPU, or leave '
     "--virtual_ranks out."
+)
+TOO_MANY_SHAPES = (
+    "virtual_ranks={}: torch has compiled a module for as many kinds of batches as it does "
+    "(torch._dynamo.config.recompile_limit), and would go on without compiling it. Which batches "
+    "these are depends on the number of processes, and so would the bits. Give it batches of fewer "
+    "sizes, raise that limit, or do not compile it."
 )
 INSIDE = "called optimizers_step() in the middle of a step, or twice in one"
 
@@ -134,7 +149,10 @@ class VirtualRanks(Strategy):
         return True
 
     def explain(self, error: Exception) -> ConfigError | None:
-        """Say what to do where torch has no deterministic kernel."""
+        """Say what to do where torch has no deterministic kernel, or compiles no more."""
+        # on another number of processes the same batch would still meet what is compiled
+        if is_recompile_limit(error):
+            return ConfigError(TOO_MANY_SHAPES.format(self.virtual_ranks))
         if "deterministic" in str(error):
             return ConfigError(NOT_DETERMINISTIC.format(self.virtual_ranks, error))
         return None

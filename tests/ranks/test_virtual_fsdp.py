@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
@@ -21,6 +22,7 @@ from tests.ranks.test_virtual_ranks import (
     ClipsByItself,
     PastTheBrain,
     Precise,
+    compiled,
     given_of,
     make,
     points,
@@ -79,6 +81,45 @@ SHOWN = [
 @pytest.mark.parametrize("name", some_of(EVERY, SHOWN))
 def test_the_bits_are_those_of_one_process_that_has_everything(ranks, name):
     assert ranks.run(case, name, 4, FSDP, world_size=2) == [case(name, 4, {})] * 2
+
+
+class Block(nn.Sequential):
+    """Has dropout, which a forward pass that is computed again must draw as before."""
+
+
+class Noisy(nn.Module):
+    """Computes a block again in the backward pass, as a recipe writes that itself."""
+
+    def __init__(self, *, recomputes=False):
+        super().__init__()
+        self.recomputes = recomputes
+        self.first = Block(nn.Linear(CLASSES, 37), nn.Dropout(0.3), nn.Linear(37, CLASSES))
+        self.second = Block(nn.Linear(CLASSES, 37), nn.Dropout(0.3), nn.Linear(37, CLASSES))
+
+    def forward(self, inputs):
+        inside = self.first(inputs).tanh()
+        if self.recomputes:
+            return checkpoint(self.second, inside, use_reentrant=False)
+        return self.second(inside)
+
+
+def recomputing(options):
+    """Train with checkpoints by an option, by the recipe's own hand, and without any."""
+    blocks = {"fsdp_blocks": ["Block"]} if options == FSDP else {}
+    ways = (
+        {"head": functools.partial(Noisy, recomputes=True)},
+        {"head": Noisy, "activation_checkpointing": ["Block"]},
+        {"head": Noisy},
+    )
+    return [train(**way, valid=2, virtual_ranks=4, **options, **blocks) for way in ways]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [FSDP, ZERO1, {}], ids=str)
+def test_blocks_that_are_computed_again_have_the_same_bits(ranks, options):
+    expected = train(head=Noisy, valid=2, virtual_ranks=4)
+    for found in ranks.run(recomputing, options):
+        assert found == [expected] * 3
 
 
 def case_with_8(options):
@@ -203,6 +244,9 @@ REFUSED = {
     "fsdp_whole_gradients=True": ({"fsdp_whole_gradients": True}, "divided by themselves"),
     "find_unused_parameters=True": ({"find_unused_parameters": True}, "each must use it"),
     "skip_nonfinite_grads=True": ({"skip_nonfinite_grads": True}, "a part of a gradient only"),
+    "compile=True": ({"compile": True}, "in other pieces than a whole one"),
+    "compile_blocks=['Odd']": ({"head": Odd, "compile_blocks": ["Odd"]}, "in other pieces than"),
+    "modules['head'], of which a part is compiled": ({"head": compiled}, "in other pieces than"),
     "check_parity": ({"check_parity": 2}, "compares with a batch that is not divided"),
     "AdamW, has fused=True": ({"kind": Fused}, "round the last numbers of a part otherwise"),
     "DrawingSGD": ({"kind": Draws}, "draws random numbers in its step"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 
 import pytest
 import torch
@@ -696,6 +697,37 @@ def test_a_buffer_with_several_elements_at_one_place_is_refused_by_name():
     train(head=lambda: Expanded(persistent=False))  # no value of it is kept for a step
 
 
+class Doubled(nn.Linear):
+    """Has a forward pass of its own: torch compiles none of its own classes in place."""
+
+    def forward(self, inputs):
+        return 2 * super().forward(inputs)
+
+
+def compiled():
+    head = Doubled(CLASSES, CLASSES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its compiler
+        head.compile(backend="eager", dynamic=False)
+    return head
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
+def test_a_module_that_torch_would_stop_compiling_is_an_error():
+    """On another number of processes the same batch would still meet a compiled module."""
+    sizes = [range(1), range(2), range(3), range(4)]
+    loading = {"batch_sampler": sizes, "shuffle": False, "batch_size": 1}
+    given = {"head": compiled, "loading": loading}
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        words = refused(virtual_ranks=1, **given)
+        train(virtual_ranks=None, **given)  # another run, to which it does not matter
+    torch.compiler.reset()
+    assert "virtual_ranks=1: torch has compiled a module for as many kinds of batches" in words
+    assert "Give it batches of fewer sizes" in words
+
+
 class Unsaved(Classifier):
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         raise CheckpointError("cannot save /deterministic/run: the disk is full.")
@@ -729,6 +761,8 @@ def refused_stream():
 
 def test_what_cannot_work_is_refused_by_name():
     assert "check_parity" in refused(check_parity=2)
+    assert "kernels by the times" in refused(compile=True, compile_mode="max-autotune")
+    assert "a process sees first" in refused(compile=True, compile_using_dynamic_shape_tracing=True)
     assert "called loss.backward() past the Brain" in refused(kind=PastTheBrain, virtual_ranks=1)
     assert "optimizers_step() in the middle of a step" in refused(kind=PastTheBrain)
     assert "DividesItself divides itself" in refused(

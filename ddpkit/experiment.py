@@ -53,6 +53,7 @@ from ddpkit.reporting import (
     move_logs_away,
     process_start,
     tell_of_moved_logs,
+    working_directory,
 )
 from ddpkit.run_opts import RunOptions, command_line_options
 from ddpkit.seed import global_seed
@@ -451,6 +452,8 @@ def _record_start(
         close_torn_line(log)
     facts: dict[str, Any] = {
         "arguments": sys.argv,
+        "command": sys.orig_argv[1:],
+        "directory": working_directory(),
         "world_size": get_world_size(),
         "torch": torch.__version__,
         "pid": os.getpid(),

@@ -1,6 +1,7 @@
 """``python -m ddpkit diff``: where two runs part, to the bit, and what of a step differs first.
 
-It reads what ``--hash_every`` has recorded. Nothing is written, and no recipe is run.
+It reads what ``--hash_every`` has recorded. With ``--replay`` both recipes make the steps again in
+which they part, in a scratch folder. Nothing of the runs is written to.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from ddpkit.cli import command_parser, say
+from ddpkit.cli.recipe_words import tell
 
 __all__ = ["run"]
 
@@ -24,6 +26,7 @@ _EPILOG = """\
 examples:
   python -m ddpkit diff results/1234 results/1235
   python -m ddpkit diff results/1234 results/1235 --json
+  python -m ddpkit diff results/1234 results/1235 --replay
 
 The exit status is 0 where all steps that both have recorded are equal, else 1.
 """
@@ -39,7 +42,8 @@ def run(words: Sequence[str]) -> int:
         The exit status: 0 where they are equal, else 1.
 
     Raises:
-        ConfigError: a RUN is none, or has no records to compare.
+        ConfigError: a RUN is none, has no records to compare, or cannot make its steps again here.
+        LaunchError: a RUN was to make its steps again, and has failed.
         SystemExit: after ``--help``, and with status 2 for wrong usage.
 
     Example:
@@ -54,7 +58,12 @@ def run(words: Sequence[str]) -> int:
     from ddpkit.see import run_diff
 
     runs = [str(copied_down(run)) for run in (options.one, options.other)]
-    return run_diff(runs, say, as_json=options.json)
+    return run_diff(
+        runs,
+        say,
+        as_json=options.json,
+        tell=tell if options.replay else None,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,5 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         "--json",
         action="store_true",
         help="write JSON, with all values",
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help=(
+            "start both recipes again from copies of their checkpoints before the difference, with "
+            "a record of each step, to name the exact step and to tell whether it comes again"
+        ),
     )
     return parser

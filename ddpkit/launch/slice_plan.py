@@ -1,5 +1,5 @@
-"""A measured slice of a run: what ``python -m ddpkit scale``, ``lr-find`` and ``estimate`` ask of
-the processes that they start.
+"""A measured slice of a run: what ``python -m ddpkit scale``, ``lr-find``, ``estimate`` and
+``diff --replay`` ask of the processes that they start.
 
 The plan is in the environment of each of them. Such a process runs the recipe's own script up to
 its first call of ``fit``, measures a few steps there and ends. It writes nothing of the user's: no
@@ -43,6 +43,8 @@ class SlicePlan:
             measured.
         assumed: run options of the run that is estimated, where they differ from those of the
             slice.
+        replayed_to: optimizer step up to which a run makes its steps again, from the checkpoint in
+            the scratch folder; then nothing is measured. 0: it does not.
 
     Ranks: local; equal on all ranks.
 
@@ -65,6 +67,7 @@ class SlicePlan:
     learning_rates: list[float] = field(default_factory=list)
     estimated_on: list[int] = field(default_factory=list)
     assumed: Mapping[str, Any] = field(default_factory=dict)
+    replayed_to: int = 0
 
     def text(self) -> str:
         """Return the plan as the value of an environment variable."""
@@ -79,6 +82,11 @@ class SlicePlan:
     def checkpoints_folder(self) -> Path:
         """The folder that stands in for the recipe's folder of checkpoints."""
         return Path(self.scratch, "checkpoints")
+
+    @property
+    def replayed_log(self) -> Path:
+        """The log in which a replay leaves its records."""
+        return Path(self.scratch, "metrics.jsonl")
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
         """Return whether a path is in the scratch folder."""

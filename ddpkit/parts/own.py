@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ddpkit.launch import find_slice
 from ddpkit.options import RUN_OPTIONS
 from ddpkit.parts.part import Part
 
@@ -50,7 +51,8 @@ class OwnPart(Part):
 
 
 def own_parts(context: RunContext) -> list[Part]:
-    """Return the parts that the options of a run ask for, in their order.
+    """Return the parts that the options of a run ask for, in their order; in a replay the one that
+    ends it comes last.
 
     Args:
         context: of the run.
@@ -71,4 +73,9 @@ def own_parts(context: RunContext) -> list[Part]:
         if any(context.options[option] != RUN_OPTIONS[option].default for option in options):
             kind: type[OwnPart] = getattr(importlib.import_module(module), name)
             found.append(kind.of_run(context))
+    plan = find_slice()
+    if plan is not None and plan.replayed_to:
+        from ddpkit.parts.replay_end import ReplayEnd  # nothing else needs it
+
+        found.append(ReplayEnd(plan))
     return found

@@ -23,6 +23,7 @@ from ddpkit.reporting.run_start import (
     file_identity as file_identity,
     git_commit as git_commit,
     process_start as process_start,
+    working_directory as working_directory,
 )
 from ddpkit.reporting.sample_logger import (
     ProgressSampleLogger as ProgressSampleLogger,

@@ -71,6 +71,17 @@ def environment_facts(folder: Path) -> dict[str, Any]:
     }
 
 
+def working_directory() -> str | None:
+    """Return the working directory; None where it is gone.
+
+    Ranks: local.
+    """
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return None
+
+
 def git_commit(folder: Path) -> str | None:
     """Return the git commit of a folder; None where it is in no checkout, or git cannot tell.
 

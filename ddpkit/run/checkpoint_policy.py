@@ -248,13 +248,19 @@ class CheckpointPolicy:
         """Give the checkpointer what the options say now: how it reads and fails; a temporary
         folder when debugging.
 
-        A measured slice has a temporary folder, too: it goes on from nothing and leaves nothing.
+        A measured slice has a temporary folder, too: it goes on from nothing and leaves nothing. A
+        replay goes on from the copy of a checkpoint in its own.
         """
         checkpointer = self.checkpointer
         if checkpointer is None:
             return
         plan = find_slice()
         options = self.context.options
+        if plan is not None and plan.replayed_to:
+            # whichever folder the recipe names: that of the copy
+            checkpointer.checkpoints_dir = plan.checkpoints_folder
+            self._hand_on_options(checkpointer)
+            return
         is_temporary = plan is not None or (options.debug and not options.debug_persistently)
         if is_temporary and self._real_folder is None:
             self._real_folder = checkpointer.checkpoints_dir

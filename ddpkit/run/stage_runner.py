@@ -198,7 +198,7 @@ class StageRunner:
             enable_bar: show progress (main process only, whatever is given).
         """
         plan = find_slice()
-        if plan is None:
+        if plan is None or plan.replayed_to:
             self.train(brain, loader, epoch, enable_bar=enable_bar)
             return
         # nothing else needs these

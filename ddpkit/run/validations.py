@@ -99,7 +99,9 @@ class Validations:
     def follows_steps(self) -> bool:
         """Whether a part may ask for a validation between two steps."""
         asks = self._sets is not None and self.context.parts.hears(EVENT)
-        return asks and find_slice() is None
+        # a replay needs them: a recipe may lower its learning rate in one
+        plan = find_slice()
+        return asks and (plan is None or plan.replayed_to > 0)
 
     def validate(self, epoch: int, batches: float = math.inf) -> None:
         """Validate now.

@@ -106,6 +106,11 @@ TABLE = (
             "ddpkit/see/diff",
         ),
     ),
+    Feature(  # the end of the steps that `diff --replay` makes again
+        "ddpkit/parts/replay_end.py",
+        r"replay_end|ReplayEnd|see[./]diff|cli[./]diff",
+        tests=(*_AROUND, "tests/see/diff", "ddpkit/see/diff"),
+    ),
     Feature(  # digests of tensors, of which the chain is made
         "ddpkit/parts/state_digests.py",
         r"state_digests|StateDigests",

@@ -30,7 +30,9 @@ class HashedRun:
         steps: the last record of each optimizer step that has one.
         start: the event of its last start; empty without one.
         fit: the event of its last call of ``fit``; likewise.
-        checkpoints: the directory of each, by the optimizer step at which it was saved.
+        checkpoints: the directory of each, by the optimizer step at which it was saved; that of
+            another run, too, from which this one has gone on.
+        begins_anew: whether its first call of ``fit`` went on from nothing.
         problems: what does not fit in its records, in words.
 
     Ranks: local.
@@ -45,6 +47,7 @@ class HashedRun:
     start: Record = field(default_factory=dict)
     fit: Record = field(default_factory=dict)
     checkpoints: dict[int, str] = field(default_factory=dict)
+    begins_anew: bool = True
     problems: list[str] = field(default_factory=list)
     _chains: set[str] = field(default_factory=set)
 
@@ -58,13 +61,21 @@ class HashedRun:
         if kind == "start":
             self.start = record
         elif kind == "fit":
-            self.fit = record
+            self._add_fit(record)
         elif kind == "checkpoint":
             step = record.get("optimizer_step")
             if isinstance(step, int):
                 self.checkpoints[step] = str(record.get("path"))
         elif kind == "hash":
             self._add_hash(record)
+
+    def _add_fit(self, record: Record) -> None:
+        before = record.get("resumed_from")
+        if before:
+            self.checkpoints.setdefault(before["optimizer_step"], str(before["checkpoint"]))
+            if not self.fit:
+                self.begins_anew = False
+        self.fit = record
 
     def _add_hash(self, record: Record) -> None:
         step = record["step"]

@@ -60,7 +60,7 @@ NOT_EXACT = (
     "The steps between have no record: the first difference is in one of them. Records of the step "
     "itself tell what of it was first."
 )
-AGAIN = "To see each step, run both again with --hash_every=1 from here:"
+AGAIN = "To see each step, add --replay, which runs both again with --hash_every=1 from here:"
 FROM_START = "{}: from the beginning, as it has no checkpoint before step {}"
 FROM_CHECKPOINT = "{}: from {} (step {})"
 
@@ -96,6 +96,21 @@ def _equal(comparison: Comparison) -> list[str]:
 
 
 def _different(comparison: Comparison, step: int) -> list[str]:
+    lines = difference_lines(comparison, step)
+    if not comparison.is_exact:
+        lines += ["", AGAIN, *_starts(comparison, step)]
+    return lines
+
+
+def difference_lines(comparison: Comparison, step: int) -> list[str]:
+    """Return what is said of a step that differs.
+
+    Args:
+        comparison: of two runs.
+        step: the first that differs.
+
+    Ranks: local.
+    """
     before = comparison.equal_before
     first = comparison.differ[0]
     since = "from the first record on" if before is None else f"step {before} is equal"
@@ -109,8 +124,6 @@ def _different(comparison: Comparison, step: int) -> list[str]:
     for name in FIELDS:
         state = "equal" if name in equal else f"differ{_detail(comparison, name)}"
         lines.append(f"  {WORDS[name]:10} {state}")
-    if not comparison.is_exact:
-        lines += ["", AGAIN, *_starts(comparison, step)]
     return lines
 
 

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class MeasuredCommand:
 
     Args:
         words: script and arguments, as they stand after ``python``.
+        directory: in which it is run; None: the present one.
+        variables: of the environment, besides those of this process.
 
     Example:
         >>> MeasuredCommand(("train.py", "hparams.yaml")).shown
@@ -53,6 +55,8 @@ class MeasuredCommand:
     """
 
     words: tuple[str, ...]
+    directory: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
@@ -151,7 +155,8 @@ def _processes(
                 started.append(
                     subprocess.Popen(
                         recipe.command,
-                        env=environment,
+                        env={**environment, **recipe.variables},
+                        cwd=recipe.directory,
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=file,

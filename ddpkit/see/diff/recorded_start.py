@@ -1,0 +1,162 @@
+"""How a run was started, by its own record: what is needed to start it once more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.errors import ConfigError
+from ddpkit.launch import count_processes
+from ddpkit.reporting import file_identity
+from ddpkit.see.scale.slice_process import MeasuredCommand
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddpkit.see.diff.hashed_run import HashedRun
+
+#: Programs that have started a run in a process of theirs. Their command starts no run.
+STARTERS = ("ipykernel_launcher", "default_worker.py", "submitit.core._submit")
+WITH_VALUE = ("-X", "-W")  # options of Python
+NO_COMMAND = (
+    "{}: its record does not say how it was started: an earlier ddpkit has written it, or it was "
+    "made without create_experiment_directory. {}"
+)
+NO_SCRIPT = (
+    "{}: it was started by `python {}`, a notebook or a program that starts ranks by itself, which "
+    "a command does not start again. {}"
+)
+NOT_HERE = "{}: {} is not on this machine. The run was started on {}, in {}, by `python {}`. {}"
+BY_HAND = (
+    "Start the recipe by hand in a copy of the run's folder, with --hash_every=1 and from the "
+    "checkpoint that `diff` names, and compare the two copies."
+)
+CHANGED_YAML = "{} is not as it was when the run was started"
+
+
+@dataclass(frozen=True)
+class RecordedStart:
+    """How a run was started.
+
+    Attributes:
+        command: to run, with its working directory and variables.
+        processes: how many.
+        options: run options that the run had, and a slice would not.
+        notes: what is other now, in words.
+
+    Ranks: local.
+    """
+
+    command: MeasuredCommand
+    processes: int
+    options: dict[str, Any]
+    notes: list[str]
+
+
+def recorded_start(run: HashedRun) -> RecordedStart:
+    """Return how a run was started.
+
+    Args:
+        run: that has a record.
+
+    Raises:
+        ConfigError: it cannot be started again here: its record does not say how, or what it needs
+            is not on this machine.
+
+    Ranks: local.
+    """
+    start = run.start
+    words = list(start.get("command") or [])
+    directory = start.get("directory")
+    if not words or not directory:
+        raise ConfigError(NO_COMMAND.format(run.label, BY_HAND))
+    _require_script(run, words, directory)
+    # `fit` tells them of the last start, as the options; `start` may stand before a process group
+    processes = int(run.fit.get("world_size") or start["world_size"])
+    ranks = run.fit.get("ranks") or [{}]
+    # refuses more processes than GPUs, which would end in an error of NCCL's
+    count_processes(processes, ranks[0].get("device"))
+    return RecordedStart(
+        MeasuredCommand(tuple(_without_nproc(words)), directory, _variables(run)),
+        processes,
+        _options(run),
+        _notes(run),
+    )
+
+
+def _require_script(
+    run: HashedRun,
+    words: Sequence[str],
+    directory: str,
+) -> None:
+    """Refuse a command that starts no script, or whose script is not here."""
+    shown = " ".join(words)
+    script, is_module = _script_of(words)
+    if script is None or Path(script).name in STARTERS:
+        raise ConfigError(NO_SCRIPT.format(run.label, shown, BY_HAND))
+    needed = [Path(directory)]
+    if not is_module:
+        needed.append(Path(directory, script))
+    environment = run.start.get("environment") or {}
+    for path in needed:
+        if not path.exists():
+            host = environment.get("host")
+            raise ConfigError(
+                NOT_HERE.format(run.label, path, host, directory, shown, BY_HAND),
+            )
+
+
+def _script_of(words: Sequence[str]) -> tuple[str | None, bool]:
+    """Return what a command of Python runs, and whether that is a module; None for code."""
+    rest = iter(words)
+    for word in rest:
+        if word == "-m":
+            return next(rest, None), True
+        if word == "-c":
+            return None, False
+        if word in WITH_VALUE:
+            next(rest, None)
+        elif not word.startswith("-"):
+            return word, False
+    return None, False
+
+
+def _without_nproc(words: Sequence[str]) -> list[str]:
+    """Return a command without ``--nproc``: the ranks are started here one by one."""
+    found = []
+    is_value = False
+    for word in words:
+        if is_value:
+            is_value = False
+        elif word == "--nproc":
+            is_value = True
+        elif not word.startswith("--nproc="):
+            found.append(word)
+    return found
+
+
+def _variables(run: HashedRun) -> dict[str, str]:
+    """Return variables on which bits depend: as many threads as the run had."""
+    # a sum is added up in another order by another number of threads
+    last = run.steps[max(run.steps)]
+    threads = last.get("labels", {}).get("threads")
+    return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+
+
+def _options(run: HashedRun) -> dict[str, Any]:
+    """Return the options that a slice has at other values, and on which the steps depend."""
+    # the limit is part of the length that a schedule is made for
+    given = run.fit.get("options") or run.start.get("options") or {}
+    return {
+        "optimizer_step_limit": given.get("optimizer_step_limit"),
+        "debug": given.get("debug", False),
+    }
+
+
+def _notes(run: HashedRun) -> list[str]:
+    yaml = run.start.get("yaml") or {}
+    path = yaml.get("path")
+    if path is None or file_identity(path)["sha256"] == yaml.get("sha256"):
+        return []
+    return [CHANGED_YAML.format(path)]

@@ -61,6 +61,12 @@ def points():
 def train(folder, other_at=0, **options):
     """Train as a script does that begins or goes on."""
     folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDPKIT_GLOBAL_SEED", "")  # so that the variable is put back afterwards
+        return _train(folder, other_at, options)
+
+
+def _train(folder, other_at, options):
     ddpkit.seed_everything(5)
     torch.manual_seed(5)
     set_run_log(folder / "metrics.jsonl")

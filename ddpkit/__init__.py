@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AMPConfig",
+    "AuditError",
     "BatchError",
     "Brain",
     "BucketingError",

@@ -43,6 +43,7 @@ from ddpkit.distributed import (
     run_on_main as run_on_main,
 )
 from ddpkit.errors import (
+    AuditError as AuditError,
     BatchError as BatchError,
     BucketingError as BucketingError,
     CheckpointError as CheckpointError,

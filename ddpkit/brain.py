@@ -218,6 +218,7 @@ class Brain(_Typed):
             own.__name__,
             has_own_fit_batch=own.fit_batch is not Brain.fit_batch,
             freezes=own.freeze_optimizers is not Brain.freeze_optimizers,
+            begins_batches=own.on_fit_batch_start is not Brain.on_fit_batch_start,
         )
         accumulation = Accumulation(options)
         strategy = choose_strategy(

@@ -19,6 +19,7 @@
         │   └── CheckpointUsageError (ConfigError)     what was given does not go with checkpoints, or with this one
         ├── NonFiniteLossError (ValueError)      too many steps of an epoch were not finite
         ├── ParityError (AssertionError)         several processes would not train as one does
+        ├── AuditError (RuntimeError)            processes compute different bits of the same shard
         └── RankFailedError (RuntimeError)       another rank failed; carries that rank's own words
             └── MainProcessError                 the main process failed inside a main-only call
                 └── MainCheckpointError (CheckpointError)    and that call was about checkpoints
@@ -34,6 +35,7 @@ and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "AuditError",
     "BatchError",
     "BucketingError",
     "CheckpointError",
@@ -149,6 +151,12 @@ class NonFiniteLossError(DdpkitError, ValueError):
 class ParityError(DdpkitError, AssertionError):
     """``--check_parity`` found that several processes would not train as one does. The message is
     its report.
+    """
+
+
+class AuditError(DdpkitError, RuntimeError):
+    """``--audit_every`` found that two processes compute different bits of the same shard. The
+    message names the one that is wrong, where that can be told.
     """
 
 

@@ -30,6 +30,7 @@ from ddpkit.distributed.main_work import (
     run_on_main as run_on_main,
 )
 from ddpkit.distributed.marked_sums import start_sum_over_ranks as start_sum_over_ranks
+from ddpkit.distributed.next_rank import from_next_rank as from_next_rank
 from ddpkit.distributed.node_work import (
     once_per_node as once_per_node,
     run_once_per_node as run_once_per_node,

@@ -58,6 +58,9 @@ class OptionTypes:
         fixed=IN_FIT, in_slice=None)
     gc_interval: int = option(0, RUNNING, "collect Python garbage every N steps; 0: by itself",
         form="N", minimum=0, is_attribute=False, fixed=IN_FIT)
+    audit_every: int = option(0, RUNNING,
+        "audit a shard of the next rank every N steps; 0: never", form="N", minimum=0,
+        is_attribute=False, fixed=IN_FIT)
     hash_every: int = option(0, RUNNING, "hash weights and optimizers every N steps; 0: never",
         form="N", minimum=0, is_attribute=False, fixed=IN_FIT)
     measure_steps: str = option("sampled", RUNNING, "which steps are timed, part by part",

@@ -26,6 +26,7 @@ ORDER = (
         "ddpkit.parts.memory_snapshots",
         "MemorySnapshots",
     ),
+    (("audit_every",), "ddpkit.parts.rank_audit", "RankAudit"),
     # after what else may change weights
     (("hash_every",), "ddpkit.parts.hash_chain", "HashChain"),
     # last: what the others leave behind after a step is garbage, too

@@ -279,6 +279,21 @@ class LoggedValues:
         self._fresh = [entry for entry in self._fresh if entry[0] <= step]
         self._flush()
 
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Return a context in which nothing that is logged counts, as where a batch of the training
+        is computed once more.
+
+        Ranks: local.
+        """
+        fresh = len(self._fresh)
+        held = dict(self._held[self._stage])
+        try:
+            yield
+        finally:
+            del self._fresh[fresh:]
+            self._held[self._stage] = held
+
     def _hold(self, name: str, kind: _Kind) -> _Held:
         """Return new sums for a name that this stage has not logged yet."""
         if type(name) is not str or not name:

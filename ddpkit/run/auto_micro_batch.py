@@ -20,11 +20,10 @@ from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
 from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.optim import parameters_of
-from ddpkit.run.kept_metrics import KeptMetrics, metrics_among
 from ddpkit.run.passes import Passes
 from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.strategies import send_from_main
-from ddpkit.training import FeedThrough, Window
+from ddpkit.training import FeedThrough, KeptMetrics, Window, metrics_among
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -30,7 +30,6 @@ from ddpkit.reporting import ProgressBar, RunFacts, TimeLeft
 from ddpkit.run.choose_passes import choose_passes
 from ddpkit.run.evaluation_stops import StopsOfEvaluation, added_over_store
 from ddpkit.run.intra_epoch_saves import IntraEpochSaves
-from ddpkit.run.kept_metrics import kept_metrics
 from ddpkit.run.learning_rates import rate_of_bar
 from ddpkit.run.memory_report import MemoryReport
 from ddpkit.run.module_modes import kept_modes, stage_mode
@@ -57,6 +56,7 @@ from ddpkit.training import (
     first_of,
     has_cuda_graphs,
     is_divided,
+    kept_metrics,
     length_of,
     on_cpu,
     require_same_draw,

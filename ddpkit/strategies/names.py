@@ -29,6 +29,12 @@ OF_DDP = dict.fromkeys(
     "it is DDP's",
 )
 
+#: Why an audit of ranks does not go with a strategy, where a shard is what one process has.
+OF_ONE_PROCESS = (
+    "whose processes have random numbers and losses of their own, so that none can compute what "
+    "another one has: give --virtual_ranks"
+)
+
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 

@@ -17,6 +17,7 @@ from ddpkit.comm import start_sum
 from ddpkit.data import Division
 from ddpkit.device import widest_float
 from ddpkit.strategies.entries import modules_on_device
+from ddpkit.strategies.names import OF_ONE_PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +38,8 @@ class RareQuestions:
     Attributes:
         unrepeatable: why an optimizer step cannot be repeated; empty where nothing of it is sent
             under ``no_sync`` before ``finish_gradients``.
+        unauditable: why no process can compute again what another has computed; empty where each
+            can, with the same bits.
         sends_fp16: whether gradients travel in fp16. Loss sums are divided by their count before
             the backward pass then, to stay in its range.
         awaits_steps: whether the host has to know of each optimizer step, before the next batch,
@@ -53,6 +56,7 @@ class RareQuestions:
     """
 
     unrepeatable = ""
+    unauditable = OF_ONE_PROCESS
     sends_fp16 = False
     awaits_steps = False
     gathers_states = False

@@ -103,6 +103,10 @@ class VirtualFSDP(VirtualRanks):
     name = "virtual ranks, fully_shard (FSDP2)"
     in_turns = True
     unrepeatable = FSDP.unrepeatable
+    unauditable = (
+        "where no process has the whole gradient of a shard, and none can compute one alone: use "
+        "strategy=zero1, or leave the strategy out"
+    )
 
     def check(
         self,

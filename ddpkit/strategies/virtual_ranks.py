@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from ddpkit.run_opts import RunOptions
     from ddpkit.strategies.rank_memory import RankMemory, RehearsedRun
+    from ddpkit.strategies.shard_witness import ShardWitness
     from ddpkit.training import Accumulation, Feed, Progress, Window
 
     # number of shards, count of the loss, moves of buffers, gradients
@@ -104,6 +105,7 @@ class VirtualRanks(Strategy):
 
     Attributes:
         shards: how many of them this process works on.
+        witness: follows the work on each of them; or None.
 
     Ranks: collective.
 
@@ -117,6 +119,8 @@ class VirtualRanks(Strategy):
     name = "virtual ranks"
     in_turns = False  # which shards a process works on
     unrepeatable = "whose batches are dealt out to the virtual ranks before a step"
+    unauditable = ""
+    witness: ShardWitness | None = None
 
     def __init__(
         self,
@@ -449,12 +453,14 @@ class VirtualRanks(Strategy):
         """Yield the shards, each after seeding the random streams by (seed, step, shard); take
         their gradients.
         """
-        noise_key = _NOISE, progress.epoch, progress.began_at
+        self._noise_key = seed, _NOISE, progress.epoch, progress.began_at
         self._window, self._adds_at_once = window, feed.factor == self.shards
         for number, batch in enumerate(feed.batches(window), feed.start):
             self._shard = number % self.shards
             self._begin_shard()
-            self._place = seed, *noise_key, number // self.shards
+            if self.witness is not None:
+                self.witness.before_batch(batch, number)
+            self._place = *self._noise_key, number // self.shards
             seed_streams(*self._place, self._division.mine[self._shard])
             yield batch
             timer = self.timer
@@ -553,6 +559,8 @@ class VirtualRanks(Strategy):
         if not window.closes:
             raise ConfigError(MISUSED.format(self.virtual_ranks, INSIDE))
         self._take_shard(window)
+        if self.witness is not None:
+            self.witness.before_sums()
         for shard, part in self._parts.items():
             self._tree.push(self._division.mine[shard], part)
         number, self._total, *sums = self._sum.over_ranks(self._tree)
@@ -626,9 +634,7 @@ class VirtualRanks(Strategy):
 
     def _take_shard(self, window: Window) -> None:
         self._require_unchanged()
-        gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        gradients = self.take_gradients()
         if any(gradient is not None for gradient in gradients) and not (
             window.is_weighed or window.counted is not None
         ):
@@ -641,6 +647,8 @@ class VirtualRanks(Strategy):
         if window.counted is not None and not window.closes:
             count = wide_number(window.counted, self.device)
             window.counted = 0.0
+        if self.witness is not None:
+            self.witness.after_batch(gradients, count)
         contiguous = (None if gradient is None else gradient.contiguous() for gradient in gradients)
         pairs = [(self._buffer(name), before) for name, before in self._before.items()]
         moves = [
@@ -659,6 +667,45 @@ class VirtualRanks(Strategy):
         else:
             known = self._parts.get(self._shard)
             self._parts[self._shard] = part if known is None else add_tensors(known, part)
+
+    # ------------------------------------------------------------------ a batch once more
+
+    def shard_of(self, number: int, rank: int) -> int:
+        """Return the number, over all processes, of the shard that a batch is of.
+
+        Args:
+            number: of the process's batches in the epoch, from 0.
+            rank: of the process.
+        """
+        division = dataclasses.replace(self._division, rank=rank)
+        return division.mine[number % self.shards]
+
+    def begin_again(self, number: int, rank: int) -> None:
+        """Give random streams and buffers what they had before a batch of this step, of any
+        process.
+
+        Args:
+            number: of the process's batches in the epoch, from 0.
+            rank: of the process.
+        """
+        for name, before in self._before.items():
+            self._buffer(name).copy_(before)
+        seed_streams(*self._noise_key, number // self.shards, self.shard_of(number, rank))
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Take the gradients of all parameters away, and return them in the parameters' order."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return gradients
+
+    def followed_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers whose moves are averaged over the shards, by name."""
+        return {name: self._buffer(name) for name in self._buffers}
+
+    def buffers_before(self) -> dict[str, torch.Tensor]:
+        """Return the values of these buffers at the beginning of the step."""
+        return dict(self._before)
 
     def _require_unchanged(self) -> None:
         if self._noted is not None and self._noted != self._versions():

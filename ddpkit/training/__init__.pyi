@@ -36,8 +36,14 @@ from ddpkit.training.loss_meter import (
     LossMeter as LossMeter,
 )
 from ddpkit.training.losses import (
+    backward as backward,
     one_number as one_number,
     sum_and_count as sum_and_count,
+)
+from ddpkit.training.metric_contents import (
+    KeptMetrics as KeptMetrics,
+    kept_metrics as kept_metrics,
+    metrics_among as metrics_among,
 )
 from ddpkit.training.module_options import (
     checkpoint_blocks as checkpoint_blocks,

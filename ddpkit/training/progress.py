@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -336,6 +336,27 @@ class Progress(optim.StepCounters):
         self.step = self.window_end
         self.meter = self.train_meter or self.new_meter()
         self.window = Window(number=self.window.number)
+
+    @contextlib.contextmanager
+    def once_more(self, step: int, of_window: Mapping[str, Any]) -> Iterator[None]:
+        """Return a context in which a batch of the open window is computed once more, perhaps one
+        of another rank. What is counted or logged in it goes.
+
+        Args:
+            step: the number of the batch in the stage.
+            of_window: what the window has of it.
+
+        Ranks: local.
+        """
+        window = vars(self.window)
+        before = dict(window)
+        window.update(of_window)
+        try:
+            with temporarily(self, step=step), self.logged.unheard():
+                yield
+        finally:
+            window.clear()
+            window.update(before)
 
     def note_average_loss(self, loss: float) -> None:
         """Note the mean training loss so far, which a sync of the ranks has found."""

@@ -39,6 +39,7 @@ class Recipe:
         name: of the class, for messages.
         has_own_fit_batch: whether it overrides ``fit_batch``.
         freezes: whether it overrides ``freeze_optimizers``.
+        begins_batches: whether it overrides ``on_fit_batch_start``.
 
     Ranks: local; equal on all ranks.
     """
@@ -46,6 +47,7 @@ class Recipe:
     name: str
     has_own_fit_batch: bool = False
     freezes: bool = False
+    begins_batches: bool = False
 
 
 class StepHooks(Protocol):

@@ -36,6 +36,7 @@ VALUES = {
     "shard_evaluation": (True, {}),
     "check_parity": (2, {}),
     "gc_interval": (2, {}),
+    "audit_every": (2, {"virtual_ranks": 1}),
     "hash_every": (2, {}),
     "measure_steps": ("all", {}),
     "count_flops": (True, {}),
@@ -140,6 +141,7 @@ UNSEEN = {
 #: These end the process, take long, start others or need files: they are seen in tests of
 #: their own.
 APART = {
+    "audit_every",
     "check_parity",
     "time_limit",
     "init_from",

@@ -114,7 +114,46 @@ TABLE = (
     Feature(  # digests of tensors, of which the chain is made
         "ddpkit/parts/state_digests.py",
         r"state_digests|StateDigests",
-        users=("ddpkit/parts/hash_chain.py",),
+        users=(
+            "ddpkit/parts/hash_chain.py",
+            "ddpkit/parts/audit_inquiry.py",
+            "ddpkit/parts/shard_again.py",
+            "ddpkit/parts/rank_audit.py",
+        ),
+    ),
+    Feature(
+        "ddpkit/parts/rank_audit.py",
+        r"audit_every|RankAudit|rank_audit|planted_audits",
+        tests=(
+            *_AROUND,
+            "tests/parts/test_rank_audit.py",
+            "tests/ranks/test_rank_audit.py",
+        ),
+    ),
+    Feature(
+        "ddpkit/parts/audit_inquiry.py",
+        r"audit_inquiry|AuditInquiry",
+        users=("ddpkit/parts/rank_audit.py",),
+    ),
+    Feature(
+        "ddpkit/parts/audit_verdict.py",
+        r"audit_verdict",
+        users=("ddpkit/parts/audit_inquiry.py", "ddpkit/parts/rank_audit.py"),
+    ),
+    Feature(
+        "ddpkit/parts/shard_again.py",
+        r"shard_again|ShardAgain",
+        users=("ddpkit/parts/rank_audit.py",),
+    ),
+    Feature(
+        "ddpkit/parts/batch_copies.py",
+        r"batch_copies",
+        users=("ddpkit/parts/shard_again.py", "ddpkit/parts/rank_audit.py"),
+    ),
+    Feature(
+        "ddpkit/parts/kept_attributes.py",
+        r"kept_attributes",
+        users=("ddpkit/parts/shard_again.py", "ddpkit/parts/rank_audit.py"),
     ),
     Feature(
         "ddpkit/parts/learning_rate_scaling.py",

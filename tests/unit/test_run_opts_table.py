@@ -91,6 +91,7 @@ def test_the_table_is_whole():
         "local_sgd_period",
         "sync_batchnorm",
         "gc_interval",
+        "audit_every",
         "hash_every",
         "measure_steps",
         "count_flops",

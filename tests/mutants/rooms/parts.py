@@ -177,27 +177,6 @@ FAULTS = [
                 "tests/ranks/test_auto_micro_batch.py",
             ),
             Fault(
-                "each step copies all that metrics have listed",
-                "_GrowingList.copied",
-                "self._has_only_grown(current)",
-                "False",
-                "tests/run/test_kept_metrics.py",
-            ),
-            Fault(
-                "a list that was emptied in a step is taken for one that has grown",
-                "_GrowingList._has_only_grown",
-                "current[count - 1] is self._copy[-1]",
-                "True",
-                "tests/run/test_kept_metrics.py",
-            ),
-            Fault(
-                "a validation between two steps leaves its own counts in the training's metrics",
-                "KeptMetrics.put_back",
-                "vars(holder).update({name: _copied(value) for name, value in contents.items()})",
-                "pass",
-                VALIDATION,
-            ),
-            Fault(
                 "the set that decides comes first, before the values of the others",
                 "EvaluationSets.deciding_last",
                 "return [*others, first]",

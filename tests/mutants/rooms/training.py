@@ -188,5 +188,26 @@ FAULTS = in_room(
             "{MEAN, SKIPPED} <= set()",
             "tests/ranks/test_skipped_batches.py",
         ),
+        Fault(
+            "each step copies all that metrics have listed",
+            "_GrowingList.copied",
+            "self._has_only_grown(current)",
+            "False",
+            "tests/training/test_kept_metrics.py",
+        ),
+        Fault(
+            "a list that was emptied in a step is taken for one that has grown",
+            "_GrowingList._has_only_grown",
+            "current[count - 1] is self._copy[-1]",
+            "True",
+            "tests/training/test_kept_metrics.py",
+        ),
+        Fault(
+            "a validation between two steps leaves its own counts in the training's metrics",
+            "KeptMetrics.put_back",
+            "vars(holder).update({name: _copied(value) for name, value in contents.items()})",
+            "pass",
+            "tests/parts/test_validation_schedule.py",
+        ),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 from ddpkit.metric_stats import MetricStats
 from ddpkit.metrics import Reducing, Sum
 from ddpkit.parts import Part
-from ddpkit.run.kept_metrics import KeptMetrics, kept_metrics
+from ddpkit.training.metric_contents import KeptMetrics, kept_metrics
 
 MANY = 100_000
 FEW_BYTES = 20_000  # a copy of a list so long takes 800,000

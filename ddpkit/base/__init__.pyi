@@ -33,6 +33,12 @@ from ddpkit.base.failure_report import (
     PROCESS as PROCESS,
     FailureReport as FailureReport,
 )
+from ddpkit.base.file_systems import (
+    MOUNTS as MOUNTS,
+    FileSystem as FileSystem,
+    file_system_here as file_system_here,
+    mounted_at as mounted_at,
+)
 from ddpkit.base.hang_table import (
     spans as spans,
     table as table,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from ddpkit.base import do_nothing, host_name
+from ddpkit.base import do_nothing, file_system_here, host_name
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.checkpoint import SUFFIX
 from ddpkit.checkpointing.safetensors_format import NAMES, blocks_of, layout_of
@@ -23,7 +23,7 @@ VISIBLE_SECONDS = 30.0  # for a directory of another machine: NFS looks anew aft
 NAP_SECONDS = 0.01
 LOOK_SECONDS = 0.5  # between two questions whether a wait still has a reason
 NOT_SHARED = (
-    "{} is not there on {}, {:.0f} s after another rank has made it. Each rank writes its own "
+    "{}, which another rank has made, is not there on {}{}. Each rank writes its own "
     "shard of a checkpoint, so all machines must share the folder: give one on a file system that "
     "they share; or --ckpt_layout=whole, with which rank 0 gathers and writes all."
 )
@@ -116,11 +116,12 @@ def await_path(
     size: int | None = None,
     look: Callable[[], object] = do_nothing,
 ) -> None:
-    """Wait, for a limited time, until what another rank has written is seen here.
+    """Wait, for a limited time, until what another rank has written is seen here. On a file system
+    that this machine does not share nothing is waited for.
 
     Args:
         path: of a file or a directory.
-        words: of the error: with places for the path, this machine, and the seconds.
+        words: of the error: with places for the path, this machine, and how that is known.
         size: that the file has; None: any.
         look: is called now and then; may raise a CheckpointError.
 
@@ -131,6 +132,7 @@ def await_path(
     """
     next_look = begin = time.monotonic()
     end = begin + VISIBLE_SECONDS
+    own = None
     while True:
         try:
             is_there = path.stat().st_size == size or size is None
@@ -142,8 +144,14 @@ def await_path(
         if now >= next_look:
             next_look = now + LOOK_SECONDS
             look()
+        own = own or file_system_here(path)
+        if own.is_local:
+            known = f", whose own disk it would be on ({own.kind}, mounted at {own.mount})"
+            raise CheckpointError(words.format(path, host_name(), known))
         if now > end:
-            raise CheckpointError(words.format(path, host_name(), VISIBLE_SECONDS))
+            raise CheckpointError(
+                words.format(path, host_name(), f" after {VISIBLE_SECONDS:.0f} s")
+            )
         time.sleep(NAP_SECONDS)
 
 

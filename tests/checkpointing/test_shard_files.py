@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddpkit.base import StoredTensor, map_named
+from ddpkit.base import FileSystem, StoredTensor, map_named
 from ddpkit.checkpointing import shard_files, shard_writing, storage
 from ddpkit.checkpointing.file_loading import load_file as load_content, load_lazily, safe_load
 from ddpkit.checkpointing.safetensors_format import blocks_of, layout_of
@@ -219,9 +220,29 @@ def test_large_elements_come_first(tmp_path):
 
 
 def test_a_directory_that_another_machine_has_made_is_waited_for(tmp_path, monkeypatch):
+    nfs = FileSystem("nfs4", "/")
+    monkeypatch.setattr(shard_writing, "file_system_here", lambda path: nfs)
     monkeypatch.setattr(shard_writing, "VISIBLE_SECONDS", 0.05)
-    with pytest.raises(CheckpointError, match=r"all machines must share the folder.*ckpt_layout"):
-        shard_writing.write_shards(tmp_path / "nowhere", {}, {}, 0, 1)
+    monkeypatch.setattr(shard_writing, "LOOK_SECONDS", 0.01)
+    looks = []
+    with pytest.raises(CheckpointError, match=r"after 0 s\. .* must share the folder.*ckpt_layout"):
+        shard_writing.write_shards(
+            tmp_path / "nowhere", {}, {}, 0, 1, lambda: looks.append(time.monotonic())
+        )
+    assert looks[-1] - looks[0] > 0.02
+    staging = tmp_path / "there later"
+    shard_writing.write_shards(staging, {}, {}, 0, 1, staging.mkdir)
+
+
+def test_a_directory_on_a_disk_of_another_machine_is_not_waited_for(tmp_path, monkeypatch):
+    disk = FileSystem("xfs", "/scratch")
+    monkeypatch.setattr(shard_writing, "file_system_here", lambda path: disk)
+    looks = []
+    with pytest.raises(CheckpointError, match=r"own disk .* \(xfs, mounted at /scratch\)"):
+        shard_writing.write_shards(
+            tmp_path / "nowhere", {}, {}, 0, 1, lambda: looks.append("given up?")
+        )
+    assert looks == ["given up?"]
 
 
 def test_a_shard_that_cannot_be_written_is_named(tmp_path):

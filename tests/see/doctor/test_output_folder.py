@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ddpkit.base import FileSystem
 from ddpkit.see.doctor.checks import output_folder, shared_folder
-from ddpkit.see.doctor.file_systems import FileSystem, file_system_of
+from ddpkit.see.doctor.file_systems import file_system_of
 from ddpkit.see.doctor.machine import Machine
 from tests.disks import fill, mounted
 from tests.see.doctor.sites import TWO_HOSTS, found, machine_with, site_of

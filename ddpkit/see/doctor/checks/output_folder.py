@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddpkit.base import require_writable
+from ddpkit.base import FileSystem, require_writable
 from ddpkit.errors import ConfigError
 from ddpkit.see.amounts import GB, MB, in_bytes
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.file_systems import (
     IN_MEMORY,
     OF_CONTAINER,
-    FileSystem,
     file_system_of,
     nearest_folder,
 )

@@ -156,7 +156,9 @@ class Run:
 
     @property
     def out(self) -> str:
-        return self.paths[0].read_text()
+        # torch 2.8 prints a line of each group of gloo
+        lines = self.paths[0].read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("[Gloo] Rank "))
 
     @property
     def err(self) -> str:

@@ -36,16 +36,16 @@ STEPS_OF_TWO = 48  # on two ranks
 FEWER_THAN_BY_HAND = 90
 MOST_ALLOCATIONS = 0.8  # of those by hand, training: 21.5 of 30, and those of a sync
 MOST_MORE_ALLOCATIONS = 1  # validation: 6.5, 7 by hand
-MOST_CALLS = 330  # 246, on one process
+MOST_CALLS = 350  # 246, on one process; 343 with torch 2.8
 MOST_MORE_IF_SAMPLED = 2  # calls of a step that is not measured: 1, with --measure_steps=sampled
 # by batches per step: 375 calls of 416, 221 of 228; without syncs
-MOST_MORE_ON_TWO_RANKS = {1: -40, 8: -5}
+MOST_MORE_ON_TWO_RANKS = {1: -35, 8: -5}  # -35 with torch 2.14, whose own loop needs fewer
 # training: samples before the pass, sums after it; validation: sums; whether one asks for the end
 PER_EPOCH = {"c10d::alltoall_base_": 4}
 # 96 calls, 64 by hand; without loader workers, which look after random numbers
 MOST_MORE_IN_VALIDATION = 33
 # 1,740 calls beside the steps of a training pass; torch.manual_seed would be 1,600 more
-MOST_PER_PASS = 1800
+MOST_PER_PASS = 1850
 
 LOCAL_SGD = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 4}
 BENCHMARK = str(Path(__file__).parents[1] / "benchmarks/loop_overhead.py")

@@ -206,7 +206,12 @@ class DDP(Strategy):
             )
             self._trained[name] = trained
             if trained:
-                wrapped = WrappedDDP(self._converted(module), **self._options(module))
+                options = self._options(module)
+                if options.get("broadcast_buffers") is False:
+                    # without the newer forward_sync_buffers, DDP would begin with each rank's own
+                    kind = torch.device(self.device).type
+                    send_from_main(one for one in module.buffers() if one.device.type == kind)
+                wrapped = WrappedDDP(self._converted(module), **options)
                 modules[name] = wrapped
                 self.wrapped.append(wrapped)
                 wrapped.gradient_reduction.entry = name

@@ -21,6 +21,7 @@ from ddpkit.compat.torch_inside import (
     norm_of_all,
     timeout_of,
 )
+from tests.needs import needs_torch
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ def group():
     dist.destroy_process_group()
 
 
+@needs_torch("2.13", "a group does not tell its store; torch's own function is there")
 def test_the_store_of_the_default_group_is_one_object_however_it_is_asked_for(group, monkeypatch):
     store = default_store()
     store.set("key", "value")

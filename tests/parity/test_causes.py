@@ -27,6 +27,7 @@ from ddpkit.parity.causes import Diagnosis
 from ddpkit.parity.check import record, try_step
 from ddpkit.parity.side import Side
 from ddpkit.types import Stage
+from tests.needs import needs_torch
 from tests.rank_pool import RankPoolError
 from tests.recipes import Regression, assert_same, make, points, sgd, weights
 
@@ -590,6 +591,7 @@ def test_a_loss_to_which_the_first_rank_adds_nothing_is_told(check):
     )
 
 
+@needs_torch("2.13", "gloo sends no complex numbers")
 def test_complex_gradients_are_compared_whole(check):
     assert check(Sum, "imaginary").kind == "loss"
     assert check(kind="imaginary").holds

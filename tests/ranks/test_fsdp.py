@@ -49,6 +49,7 @@ from ddpkit.run import checkpoint_policy
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
 from tests.cells import some_of
+from tests.needs import needs_torch
 from tests.recipes import QUIET, Killed, SavesAfterValidation, assert_same
 
 FEATURES = 6
@@ -1066,6 +1067,7 @@ def messages(folder):
     ]
 
 
+@needs_torch("2.13", "it has no Muon")
 def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
     for found in ranks.run(messages, tmp_path):
         for words, message in zip(

@@ -12,6 +12,7 @@ from torch import nn
 from ddpkit.distributed import run_on_main
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.train_logger import set_run_log
+from tests.needs import needs_own_reduce_scatter
 from tests.ranks.test_virtual_ranks import train as train_in_virtual_ranks
 from tests.recipes import QUIET, Regression, SavesAfterValidation, make
 
@@ -105,7 +106,9 @@ def test_one_chain_of_virtual_ranks_on_one_process_and_on_two(ranks, tmp_path, o
     assert ranks.run(functools.partial(virtual, tmp_path / "two", **options)) == [alone] * 2
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["zero1", pytest.param("fsdp", marks=needs_own_reduce_scatter)]
+)
 def test_one_chain_of_virtual_ranks_on_one_process_and_divided(ranks, tmp_path, strategy):
     (tmp_path / "two").mkdir()
     alone = virtual(tmp_path)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import ConfigError
 from tests.cells import some_of
+from tests.needs import needs_own_reduce_scatter
 from tests.ranks.test_virtual_ranks import (
     CASES,
     CLASSES,
@@ -30,6 +31,7 @@ from tests.ranks.test_virtual_ranks import (
 )
 from tests.ranks.test_virtual_zero1 import OWN_CASES, ZERO1, Several, Tied, Together, go_on
 
+pytestmark = needs_own_reduce_scatter
 FSDP = {"strategy": "fsdp"}
 
 

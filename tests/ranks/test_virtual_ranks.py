@@ -20,6 +20,7 @@ from ddpkit.syncbn import SyncBatchNorm
 from ddpkit.types import Stage
 from tests.cells import some_of
 from tests.host_reads import HostReads
+from tests.needs import needs_torch
 from tests.recipes import BackwardByHand, Killed, Regression
 
 FEATURES = 12
@@ -759,6 +760,11 @@ def refused_stream():
     return str(caught.value)
 
 
+@needs_torch("2.13", "a parameter has no grad_dtype")
+def test_a_late_dtype_of_gradients_is_refused_by_name():
+    assert "a gradient is torch.float64, and torch.float32 was expected" in refused(kind=LateDtype)
+
+
 def test_what_cannot_work_is_refused_by_name():
     assert "check_parity" in refused(check_parity=2)
     assert "kernels by the times" in refused(compile=True, compile_mode="max-autotune")
@@ -772,7 +778,6 @@ def test_what_cannot_work_is_refused_by_name():
     divided = {"sampler": DistributedSampler(points(), 1, 0), "shuffle": False}
     assert "a DistributedSampler has divided already" in refused(loading=divided)
     assert "fit_batch changed gradients" in refused(kind=ClipsByItself)
-    assert "a gradient is torch.float64, and torch.float32 was expected" in refused(kind=LateDtype)
     assert "has a part, SyncBatchNorm, that shares statistics" in refused(
         head=lambda: SyncBatchNorm(CLASSES)
     )

@@ -135,9 +135,11 @@ OPTIMIZERS = {
     "AdamW fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
     "SGD fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
     "Adafactor": functools.partial(torch.optim.Adafactor, lr=0.01),
-    "Muon": functools.partial(torch.optim.Muon, lr=0.01),
     "Rprop": functools.partial(torch.optim.Rprop, lr=0.01),
 }
+if hasattr(torch.optim, "Muon"):  # torch 2.8 has none
+    OPTIMIZERS["Muon"] = functools.partial(torch.optim.Muon, lr=0.01)
+KEPT = [name for name in ("AdamW fused", "Adafactor", "Muon") if name in OPTIMIZERS]
 
 
 def with_optimizer(name, options):
@@ -151,7 +153,7 @@ def with_optimizer(name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_of(OPTIMIZERS, ["AdamW fused", "Adafactor", "Muon"]))
+@pytest.mark.parametrize("name", some_of(OPTIMIZERS, KEPT))
 def test_optimizers_that_look_at_each_parameter_by_itself_have_the_same_bits(ranks, name):
     """Also those that look at a whole matrix: a parameter is not divided."""
     assert ranks.run(with_optimizer, name, ZERO1) == [with_optimizer(name, {})] * 2

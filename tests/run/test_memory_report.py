@@ -121,6 +121,8 @@ def pretend_gpu(monkeypatch):
             pickle.dump({"segments": []}, file)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # an optimizer asks, and torch built for GPUs then looks for a driver
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 60 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 71 * GIB)

@@ -122,7 +122,8 @@ def test_a_profiler_of_the_recipe_around_the_step_sees_what_torch_runs(log):
     assert brain.products == 1  # of the backward pass; that of the forward pass is an addmm
     counted = make(OwnProfiler)
     counted.fit([1], points(36), **FOUR)
-    assert counted.products == 2  # through the counter, and in torch
+    # through the counter, and in torch; that of 2.8 shows the profiler one of the two
+    assert counted.products == (1 if torch.__version__ < "2.9" else 2)
     assert [one["per_step"] for one in events(log)] == [OF_A_STEP]
 
 

@@ -30,6 +30,7 @@ from ddpkit.strategies.single import SingleDevice
 from ddpkit.strategies.virtual_ranks import VirtualRanks
 from ddpkit.strategies.wrapped_ddp import WrappedDDP
 from ddpkit.syncbn import SyncBatchNorm
+from tests.needs import needs_torch
 from tests.pretended_devices import pretend_devices
 
 
@@ -468,6 +469,7 @@ class Multiplied(nn.Module):
         return x @ x
 
 
+@needs_torch("2.13", "it looks for a driver of GPUs, where replicas are on the CPU")
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_replicas_compute_in_the_dtype_of_autocast_that_the_brain_has_entered(dtype):

@@ -25,13 +25,16 @@ DELETE_ARGS  ?=
 # For drawn trainings: --seed S, --minutes M, --only N of a seed; --same_bits --recipes N (python -m tests.model --help).
 MODEL_ARGS ?=
 
+# For a machine with a GPU: --out FOLDER, --minutes M, --rows words, --dry_run (python -m benchmarks.gpu_session --help).
+GPU_ARGS ?=
+
 # Several processes share the cores in most of what runs here: one thread each is several times faster.
 export OMP_NUM_THREADS ?= 1
 # Without __pycache__ every process compiles all it imports again, and pytest rewrites all tests on each run.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test launch exhaustive quick house faults mutants delete-test model messages lint format types layers docs docs-check check bench bench-peers clean
+.PHONY: help venv demo test launch exhaustive quick house faults mutants delete-test model gpu messages lint format types layers docs docs-check check bench bench-peers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -106,6 +109,9 @@ check: $(VENV)/.installed-dev  ## all of it, the slower tests too: what CI runs 
 ifdef ECOSYSTEM
 test launch: $(VENV)/.installed-ecosystem
 endif
+
+gpu: $(VENV)/.installed-dev  ## on a machine with a GPU: all that is to be seen there, in 12 minutes (GPU_ARGS="--minutes 9 --dry_run")
+	$(BIN)/python -m benchmarks.gpu_session $(GPU_ARGS)
 
 bench: $(VENV)/.installed-dev  ## microseconds per step above a bare PyTorch loop
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -15,8 +15,9 @@ its quartiles. `waits` is how often a step makes the host wait for the GPU
 same weights.
 
 By hand, the norm is read in every step, but under fp16, where the fused optimizer skips on the GPU.
-It does so in the rows `norm not read`, too. ddpkit reads it one step later, but under fp16, and in
-the rows `looked at first`, before the step. In the rows `moved ahead` ddpkit moves batches with
+It does so in the rows `norm not read`, too. ddpkit chooses in its first steps whether it reads the
+norm one step later or before the step, and `read` says which; in the rows `read later` and `read
+first` it has no choice. Under fp16 it reads before the step. In the rows `moved ahead` ddpkit moves batches with
 --prefetch_to_device, in the rows before them not; the loop by hand moves them when it uses them. In
 the row `checkpoint` a step of the loop by hand is a copy of the state to the CPU, and ddpkit's the
 stall of a save in the background. ddpkit times about 50 steps a second phase by phase, as by
@@ -48,15 +49,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddpkit import optim
-from ddpkit.brain import Brain
+from ddpkit.brain import Brain, run_of
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import ddp_init_group, get_world_size, if_main_process
 from ddpkit.optim import making
+from ddpkit.training.norm_reading import TRIED_STEPS, NormReading
 from ddpkit.types import Stage
 
 MAX_NORM = 5.0
 SECONDS_A_TURN = 0.4
 COUNTED = 32
+WORDS_ONCE = "transformer, each word once"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -113,7 +116,7 @@ class Transformer(nn.Module):
 
 def make_net(kind: str, sizes: Sizes) -> nn.Module:
     torch.manual_seed(0)
-    if kind == "transformer":
+    if kind.startswith("transformer"):
         return Transformer(sizes)
     inputs, hidden = (
         (sizes.features, 8 * sizes.width) if kind == "large batches" else (sizes.width, sizes.width)
@@ -126,8 +129,11 @@ class OneBatch:
 
     def __init__(self, kind: str, sizes: Sizes) -> None:
         draw = torch.Generator().manual_seed(1)
-        if kind == "transformer":
-            shape = sizes.sequences, sizes.length
+        shape = sizes.sequences, sizes.length
+        if kind == WORDS_ONCE:
+            words = torch.randperm(sizes.words, generator=draw)[: shape[0] * shape[1]].view(shape)
+            self.batch = [words, torch.randint(0, sizes.words, shape, generator=draw)]
+        elif kind == "transformer":
             self.batch = [torch.randint(0, sizes.words, shape, generator=draw) for _ in range(2)]
         else:
             inputs = sizes.features if kind == "large batches" else sizes.width
@@ -148,7 +154,7 @@ class Row:
     workers: int = 0
     mode: str | None = None
     reads: bool = True
-    looks_first: bool = False
+    read: str = "chosen"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -157,8 +163,10 @@ ROWS = [
     *[Row(f"transformer, {precision}", precision=precision) for precision in DTYPES],
     Row("small, norm not read", "small", reads=False),
     Row("transformer, norm not read", reads=False),
-    Row("small, looked at first", "small", looks_first=True),
-    Row("transformer, looked at first", looks_first=True),
+    Row("small, read later", "small", read="later"),
+    Row("small, read first", "small", read="first"),
+    Row("transformer, read later", read="later"),
+    Row("transformer, read first", read="first"),
     Row("small, not timed", "small", options={"measure_steps": "off"}),
     Row("small, every step timed", "small", options={"measure_steps": "all"}),
     Row("large batches, 2 workers", "large batches", workers=2),
@@ -172,7 +180,8 @@ ROWS = [
     Row("transformer, moved ahead", workers=2, options={"prefetch_to_device": True}),
     Row("small, reduce-overhead", "small", mode="reduce-overhead"),
     Row("transformer, reduce-overhead", mode="reduce-overhead"),
-    Row("as before, looked at first", mode="reduce-overhead", looks_first=True),
+    Row("as before, read later", mode="reduce-overhead", read="later"),
+    Row("as before, read first", mode="reduce-overhead", read="first"),
 ]
 
 
@@ -240,6 +249,17 @@ class Model(Brain):
         return nn.functional.cross_entropy(predictions, targets.flatten())
 
 
+class Fixed(NormReading):
+    """Reads each norm in the same way, and tries nothing."""
+
+    def __init__(self, *, is_later: bool) -> None:
+        super().__init__()
+        self.is_later = is_later
+
+    def begin_step(self) -> bool:
+        return self.is_later
+
+
 def make_brain(row: Row, sizes: Sizes, device: str) -> Model:
     compiling = {} if row.mode is None else {"compile": True, "compile_mode": row.mode}
     options = {
@@ -248,13 +268,16 @@ def make_brain(row: Row, sizes: Sizes, device: str) -> Model:
         "max_grad_norm": MAX_NORM,
         "precision": row.precision,
     }
-    kinds = () if row.looks_first else ("cuda", "cpu")
+    kinds = ("cuda", "cpu")
     with mock.patch.object(optim, "GPUS", kinds), mock.patch.object(making, "GPUS", kinds):
-        return Model(
+        brain = Model(
             {"net": make_net(row.kind, sizes)},
             adamw,
             run_opts={**options, **compiling, **row.options},
         )
+    if row.read != "chosen":
+        run_of(brain).train_step.norm_reading = Fixed(is_later=row.read == "later")
+    return brain
 
 
 class Passes:
@@ -289,6 +312,17 @@ class Passes:
             return lambda: self.hand.train(loader)
         loader = self.of_brain(steps)
         return lambda: self.brain._fit_train(loader, next(self.epoch), enable=False)
+
+    def settle(self) -> None:
+        """Train until ddpkit has chosen when it reads the norm."""
+        if self.row.read == "chosen" and self.row.precision != "fp16":
+            self.run("brain", TRIED_STEPS)()
+
+    @property
+    def read(self) -> str:
+        """When ddpkit reads the norm now."""
+        is_later = run_of(self.brain).train_step.norm_reading.is_later
+        return "later" if is_later and self.row.precision != "fp16" else "first"
 
     def are_the_same(self) -> bool:
         pairs = zip(
@@ -371,6 +405,7 @@ def measure(row: Row, sizes: Sizes, device: str) -> str:
     passes = Passes(row, sizes, device)
     steps = steps_of_a_turn(passes)
     bits = "same" if passes.are_the_same() else "OTHER"
+    passes.settle()
     waits = [
         "-" if device == "cpu" else f"{waits_per_step(passes, who):.2f}"
         for who in ("hand", "brain")
@@ -378,7 +413,8 @@ def measure(row: Row, sizes: Sizes, device: str) -> str:
     works = [passes.run(who, steps) for who in ("hand", "brain")]
     peaks = [peak(work, device) for work in works]
     times = [(seconds(works[0], device), seconds(works[1], device)) for _ in range(sizes.turns)]
-    return f"{shown(times, steps)}{waits[0]:>9}{waits[1]:>7}{peaks[0]:>9}{peaks[1]:>8}{bits:>7}"
+    figures = f"{waits[0]:>9}{waits[1]:>7}{peaks[0]:>9}{peaks[1]:>8}{bits:>7}"
+    return f"{shown(times, steps)}{passes.read:>7}{figures}"
 
 
 def measure_checkpoint(sizes: Sizes, device: str) -> str:
@@ -409,7 +445,7 @@ def report(rows: list[Row], sizes: Sizes, device: str, *, checkpoint: bool) -> N
     tell = print if if_main_process() else (lambda *_, **__: None)
     tell(f"{name}, torch {torch.__version__}, {get_world_size()} process(es); ms per step")
     head = f"{'':32}{'by hand':>10}{'ddpkit':>10}{'ratio (quartiles)':>30}"
-    tell(f"{head}{'waits':>9}{'own':>7}{'peak MiB':>9}{'own':>8}{'bits':>7}", flush=True)
+    tell(f"{head}{'read':>7}{'waits':>9}{'own':>7}{'peak MiB':>9}{'own':>8}{'bits':>7}", flush=True)
     for row in rows:
         problem = (
             "not on a CPU" if device == "cpu" and (row.mode or row.precision == "fp16") else None

@@ -86,8 +86,8 @@ def test_the_benchmark_of_gpus_says_how_many_it_needs(monkeypatch):
 @pytest.mark.parametrize(
     ("processes", "rows", "number", "not_here"),
     [
-        (1, ["small", "checkpoint"], 6, {"small, fp16", "small, reduce-overhead"}),
-        (2, ["bf16", "large batches", "before"], 4, {"as before, looked at first"}),
+        (1, ["small", "checkpoint"], 7, {"small, fp16", "small, reduce-overhead"}),
+        (2, ["bf16", "large batches", "first"], 6, {"as before, read first"}),
     ],
 )
 def test_the_benchmark_of_gpus_runs_on_a_cpu_and_ends_with_the_bits_of_the_loop_by_hand(

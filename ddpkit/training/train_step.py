@@ -25,6 +25,7 @@ from ddpkit.training.epoch_phase import EpochPhase
 from ddpkit.training.first_gradients import FirstGradients
 from ddpkit.training.kept_average import KeptAverage
 from ddpkit.training.losses import backward, sum_and_count
+from ddpkit.training.norm_reading import NormReading
 from ddpkit.training.recipe import StepHooks
 from ddpkit.training.skipped_batches import TWO_KINDS, SkippedBatches
 
@@ -104,6 +105,7 @@ class TrainStep:
         sum_divisor: what sums are divided by before fp16 scaling; None until it is agreed on.
         first_gradients: watches the training until its first step with gradients; None after it.
         skipped_batches: knows what stands for the loss of a batch that the recipe skips.
+        norm_reading: chooses, on a GPU, whether a step's norm is read before it or a step later.
         agree: called before the ranks send each other anything of an optimizer step; or None.
         timer: measures steps; or None.
         on_gradients: called before each step with its final gradients; or None.
@@ -128,6 +130,7 @@ class TrainStep:
         self.sum_divisor: float | None = None
         self.first_gradients: FirstGradients | None = FirstGradients(context.recipe.name)
         self.skipped_batches = SkippedBatches(context)
+        self.norm_reading = NormReading()
         self.agree: Callable[[], None] | None = None
         self.timer: StepTimer | None = None
         self.on_gradients: Callable[[], None] | None = None
@@ -412,9 +415,9 @@ class TrainStep:
             self._compare_first_gradients(brain)
         # Three ways. With skip_nonfinite_grads a hook drops gradients that are not finite, and the
         # rest is stepped on. It may keep what it sees, so views of DDP's buckets are copied. On a
-        # GPU the kernels skip by themselves, and the host reads the norm in a later batch.
-        # Otherwise the norm is read before the step: fp16 has a scale to lower, a CPU has nothing
-        # to wait for, and not every optimizer can skip by itself.
+        # GPU the kernels skip by themselves, and the host reads the norm in a later batch, where
+        # that is quicker. Otherwise the norm is read before the step: fp16 has a scale to lower, a
+        # CPU has nothing to wait for, and not every optimizer can skip by itself.
         scaler = self._active_scaler
         # by name: a call less in every step
         if scaler is None and self.context.options["skip_nonfinite_grads"]:
@@ -541,18 +544,21 @@ class TrainStep:
             first.compare(brain, self.context.modules, self.named_optimizers())
 
     def _step_late(self, optimizers: list[torch.optim.Optimizer], multiplier: Any) -> bool:
-        """Step without a wait for the GPU, if that can be. The step is pending until a sync point.
+        """Step without a wait for the GPU, if that can be, and is tried or quicker. The step is
+        pending until a sync point.
 
         It is resolved at once where something follows each step.
         """
         progress = self.context.progress
-        if self.context.strategy.steps_locally:
+        may_be_late = self.norm_reading.begin_step()
+        if self.context.strategy.steps_locally or not may_be_late:
             return False
         pending = optim.take_late_step(
             optimizers, self.context.options["max_grad_norm"], multiplier
         )
         if pending is None:
             return False
+        self.norm_reading.has_read_later = True
         if progress.window.closes:
             progress.window_end = progress.step
         # taken now: it is resolved in a later batch, when both have changed

@@ -3,18 +3,21 @@
     python -m benchmarks.sharded_checkpoints                  # 400 MB of weights on two processes
     python -m benchmarks.sharded_checkpoints --megabytes 100 --ranks 3
     python -m benchmarks.sharded_checkpoints --adam           # with the states of Adam, twice the weights
+    python -m benchmarks.sharded_checkpoints --strategy zero1 # the states of Adam alone: 800 MB
 
 The model has layers of 4 MiB and is divided by ``fully_shard``. Both layouts are measured in turn, each
 time in new processes: ``whole`` (``--ckpt_layout=whole``, decision 0018) gathers all on rank 0, ``shards``
 has each rank write its own part (decision 0052). Memory is what the process holds that is no page of a
 file (``RssAnon``), looked at every millisecond, above what it held before the save: its shard is in
 that already. ``async`` is with the copy that lets training go on; its seconds are those of the whole
-save. Of the turns the median is told, and the load of the machine stands beside it.
+save. ``load`` is a load in new processes: where the states of an optimizer are not there yet, the rank's
+own part of them is in its memory, too. Of the turns the median is told, and the load of the machine stands beside it.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import os
@@ -33,6 +36,7 @@ from ddpkit.checkpointing import sharded_states, whole_states
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.distributed import get_world_size
 from ddpkit.strategies.base import WholeState
+from ddpkit.strategies.zero1 import DividedOptimizers, states_of_divided
 from tests.rank_pool import RankPool
 
 WIDTH = 1024
@@ -43,7 +47,11 @@ LAYOUTS = {
     },
     "shards": sharded_states,
 }
-MODES = ("sync", "async")
+DEALT = {
+    "whole": functools.partial(states_of_divided, in_shards=False),
+    "shards": functools.partial(states_of_divided, in_shards=True),
+}
+MODES = ("sync", "async", "load")
 
 Row = tuple[str, str]
 
@@ -75,6 +83,20 @@ def most_above(work: Callable[[], object]) -> int:
     return most - before
 
 
+def make_dealt(megabytes: int, *, is_new: bool) -> dict[str, object]:
+    """Make an optimizer of a model that each rank holds whole; the states are dealt out to them."""
+    layers = max(1, round(megabytes * 1e6 / (4 * WIDTH * WIDTH)))
+    weights = [nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(layers)]
+    optimizer = torch.optim.AdamW(weights)
+    DividedOptimizers().divide({"optimizer": optimizer})
+    if not is_new:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"optimizer": optimizer}
+
+
 def make(megabytes: int, *, adam: bool) -> dict[str, object]:
     """Make a model of which each rank holds its rows, and the states of its optimizer."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -100,14 +122,17 @@ def make(megabytes: int, *, adam: bool) -> dict[str, object]:
 
 def measure(
     folder: Path,
-    megabytes: int,
-    adam: bool,
+    options: argparse.Namespace,
     layout: str,
     mode: str,
 ) -> tuple[int, float]:
-    """Save once; return bytes and seconds of this rank."""
-    checkpointer = Checkpointer(folder, make(megabytes, adam=adam))
-    checkpointer.divided_states = LAYOUTS[layout]
+    """Save or load once; return bytes and seconds of this rank."""
+    if options.strategy == "zero1":
+        objects = make_dealt(options.megabytes, is_new=mode == "load")
+    else:
+        objects = make(options.megabytes, adam=options.adam)
+    checkpointer = Checkpointer(folder, objects)
+    checkpointer.divided_states = (DEALT if options.strategy == "zero1" else LAYOUTS)[layout]
     checkpointer.asynchronous = mode == "async"
 
     def save() -> None:
@@ -116,25 +141,24 @@ def measure(
 
     dist.barrier()
     begin = time.perf_counter()
-    taken = most_above(save)
+    taken = most_above(checkpointer.recover_if_possible if mode == "load" else save)
     return taken, time.perf_counter() - begin
 
 
 def measured(options: argparse.Namespace, layout: str, mode: str) -> list[tuple[int, float]]:
-    """Save once in new processes, in which nothing has been freed yet."""
-    with (
-        tempfile.TemporaryDirectory(dir=options.folder) as folder,
-        RankPool(timeout=3000) as pool,
-    ):
-        return pool.run(
-            measure,
-            Path(folder),
-            options.megabytes,
-            options.adam,
-            layout,
-            mode,
-            world_size=options.ranks,
-        )
+    """Save or load once in new processes, in which nothing has been freed yet."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for each in ("sync", "load") if mode == "load" else (mode,):
+            with RankPool(timeout=3000) as pool:
+                found = pool.run(
+                    measure,
+                    Path(folder),
+                    options,
+                    layout,
+                    each,
+                    world_size=options.ranks,
+                )
+    return found
 
 
 def main() -> None:
@@ -143,13 +167,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--adam", action="store_true", help="with the states of Adam")
+    parser.add_argument("--strategy", choices=("fsdp", "zero1"), default="fsdp")
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=MODES)
     parser.add_argument("--folder", type=Path, help="default: the one for temporary files")
     options = parser.parse_args()
     found: dict[Row, list[list[tuple[int, float]]]] = {}
     for _ in range(options.turns):
-        for row in itertools.product(LAYOUTS, MODES):
+        for row in itertools.product(LAYOUTS, options.modes):
             found.setdefault(row, []).append(measured(options, *row))
     size = options.megabytes * (3 if options.adam else 1)
+    size = 2 * options.megabytes if options.strategy == "zero1" else size
     print(
         f"{size} MB of states on {options.ranks} processes, a shard {size / options.ranks:.0f} MB; "
         f"load {os.getloadavg()[0]:.1f}"

@@ -108,6 +108,7 @@ from ddpkit.base.states import (
     DEFAULT_SAVE_HOOKS as DEFAULT_SAVE_HOOKS,
     DEFAULT_TRANSFER_HOOKS as DEFAULT_TRANSFER_HOOKS,
     HOOKS_OF_ROLE as HOOKS_OF_ROLE,
+    OWN_PART as OWN_PART,
     LoadHook as LoadHook,
     MethodHook as MethodHook,
     SaveHook as SaveHook,

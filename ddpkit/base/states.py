@@ -280,6 +280,11 @@ class StoredTensor(abc.ABC):
         return self.rows(0, self.shape[0])
 
 
+# attribute of an optimizer whose state is divided over the ranks: a function that returns what this
+# rank keeps of a state; of what it leaves out nothing need be read
+OWN_PART = "ddpkit_own_part"
+
+
 def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
     """Rebuild plain containers with a function's values in the place of what they hold.
 

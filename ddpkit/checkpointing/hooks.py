@@ -8,6 +8,7 @@ object is found, says :mod:`ddpkit.checkpointing.hook_lookup`.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from ddpkit.base import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_SAVE_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
+    OWN_PART,
     gather_whole,
     is_sharded,
     map_values,
@@ -42,6 +44,7 @@ from ddpkit.checkpointing.module_state import (
 )
 from ddpkit.checkpointing.shard_files import (
     ShardError,
+    has_shards,
     is_sharded_file,
     open_state,
     whole_tensors,
@@ -251,10 +254,10 @@ def recover(obj: Any, path: Path, end_of_epoch: bool) -> UncheckedLoad | None:  
 
     Ranks: local.
     """
-    if isinstance(obj, Optimizer):
-        content = load_to_keep(path)
-    else:
-        content = load_file(path, mmap=copies_what_it_loads(obj))
+    if isinstance(obj, Optimizer) and hasattr(obj, OWN_PART):
+        _load_own_part(obj, path)
+        return None
+    content = _content(obj, path)
     state = open_state(path, content)
 
     def whole(opened: Any) -> Any:
@@ -275,6 +278,28 @@ def recover(obj: Any, path: Path, end_of_epoch: bool) -> UncheckedLoad | None:  
     except Exception as error:
         raise misfit(obj, path, error, way_out(obj, state)) from error
     return None
+
+
+def _content(obj: Any, path: Path) -> Any:
+    if isinstance(obj, Optimizer):
+        return load_to_keep(path)
+    return load_file(path, mmap=copies_what_it_loads(obj))
+
+
+def _load_own_part(optimizer: Optimizer, path: Path) -> None:
+    """Read those states of an optimizer that this rank owns, and no others: they may be many times
+    as large.
+    """
+    is_mapped = not has_shards(path)
+    state = open_state(path, load_file(path, mmap=is_mapped))
+    try:
+        own = getattr(optimizer, OWN_PART)(_for_optimizer(optimizer, state))
+        # of a file that is mapped nothing is kept
+        optimizer.load_state_dict(copy.deepcopy(own) if is_mapped else whole_tensors(own))
+    except (CheckpointUsageError, ShardError):
+        raise
+    except Exception as error:
+        raise misfit(optimizer, path, error, way_out(optimizer, state)) from error
 
 
 def _load_module(inner: nn.Module, state: Any, path: Path) -> UncheckedLoad | None:

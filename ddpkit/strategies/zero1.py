@@ -24,7 +24,15 @@ import torch
 from torch import distributed as dist
 from torch.optim import LBFGS, Optimizer
 
-from ddpkit.base import map_named, map_values, reads_device, temporarily, waiting, waits_for_ranks
+from ddpkit.base import (
+    OWN_PART,
+    map_named,
+    map_values,
+    reads_device,
+    temporarily,
+    waiting,
+    waits_for_ranks,
+)
 from ddpkit.checkpointing import ShardedState
 from ddpkit.comm import control_group
 from ddpkit.device import widest_float
@@ -173,7 +181,8 @@ class DividedOptimizer:
             del optimizer.state[parameter]
         optimizer.register_step_pre_hook(self._show_own)
         optimizer.register_step_post_hook(self._send_own)
-        optimizer.register_load_state_dict_pre_hook(self._own_part)
+        vars(optimizer)[OWN_PART] = self.own_part
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: self.own_part(state))
         optimizer.register_state_dict_pre_hook(self._refuse_part)
 
     # ------------------------------------------------------------------ who owns what
@@ -308,12 +317,15 @@ class DividedOptimizer:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _own_part(
+    def own_part(
         self,
-        _: Optimizer,
         state: dict[str, Any],
     ) -> dict[str, Any]:
-        """Keep only this rank's part of a loaded state, before it is copied to the device."""
+        """Return only this rank's part of a whole state, before it is copied to the device.
+
+        Args:
+            state: its tensors may be in files.
+        """
         numbers = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
         by_number = dict(
             zip(

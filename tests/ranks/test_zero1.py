@@ -4,6 +4,9 @@ each rank.
 
 from __future__ import annotations
 
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import safetensors.torch
 import torch
@@ -297,6 +300,38 @@ def test_the_states_can_be_gathered(ranks, tmp_path):
     for name in ("first", "second"):
         plain = torch.load(newest / f"{name}.ckpt", weights_only=True)
         assert_same_states([safe_load(files_of(tmp_path / "shards")[0] / f"{name}.ckpt")], [plain])
+
+
+def load_and_note(folder):
+    """Load the newest checkpoint; return which shards this rank has read."""
+    read = set()
+    plain = Path.open
+
+    def note(path, *args, **kwargs):
+        read.update({path.name} if "-shard-" in path.name else ())
+        return plain(path, *args, **kwargs)
+
+    with mock.patch.object(Path, "open", note):  # rank 0 alone would verify all of them
+        result = train_with("zero1", "TwoOptimizers", folder, {"ckpt_verify": "off"})
+    return sorted(read), result[0]
+
+
+def test_each_rank_reads_the_states_that_it_owns(ranks, tmp_path):
+    expected = ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path / "shards", {})
+    for rank, (read, loaded) in enumerate(ranks.run(load_and_note, tmp_path / "shards")):
+        assert read[0] == f"first-shard-{rank}-of-2.safetensors"
+        assert all(f"-shard-{rank}-" in name for name in read)
+        assert_same(loaded, expected[rank][0])
+
+
+def load_and_look_at_mappings(folder):
+    train_with("zero1", "TwoOptimizers", folder, {})
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if ".ckpt" in line]
+
+
+def test_nothing_stays_mapped_of_a_file_of_whole_states(ranks, tmp_path):
+    ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path, {"ckpt_layout": "whole"})
+    assert ranks.run(load_and_look_at_mappings, tmp_path) == [[], []]
 
 
 def load_with_torch(obj, path, end_of_epoch):

@@ -12,7 +12,7 @@ import copy
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -391,6 +391,7 @@ class RunOptions(OptionTypes, MutableMapping[str, Any]):
         misspelt = _warn_of_misspelt({**(hparams or {}), **self})
         _warn_of_unread(name for name in self if name not in misspelt)
         _warn_of_late(hparams or {})
+        _warn_of_unheard({*(hparams or {}), *self.overridden_args})
         from_yaml = {name: (hparams or {})[name] for name in RUN_OPTIONS if name in (hparams or {})}
         from_yaml.pop("param_file", None)
         if from_yaml:
@@ -444,6 +445,24 @@ def _warn_of_unread(names: Iterable[str]) -> None:
         logger.warning_once(
             f"run_opts: no run option is named {', '.join(map(repr, unread))}. ddpkit reads no "
             "such key; your own code may."
+        )
+
+
+def _warn_of_unheard(known: Collection[str]) -> None:
+    """Warn of options on the command line that the script has not read.
+
+    Args:
+        known: what was given to the Brain, by options or by the YAML.
+    """
+    words = [word[2:].partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
+    unheard = [
+        name for name in words if name in OPTION_BY_NAME and name not in {*known, "local_rank"}
+    ]
+    if unheard and command_line_options() is None:
+        logger.warning_once(
+            f"The command line has --{', --'.join(unheard)}, and the script has not read it: "
+            "nothing follows it. Call ddpkit.parse_arguments(), which reads options and a YAML "
+            f"file, or give the Brain run_opts={{{unheard[0]!r}: ...}}."
         )
 
 

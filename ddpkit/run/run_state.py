@@ -431,8 +431,9 @@ class RunState:
             self.context.progress.forget_position()  # saved between two epochs: the next one begins
         elif expected not in {None, epoch}:
             words = (
-                "The checkpoint goes on with epoch %d, the epoch counter with %d: make the "
-                "counter a recoverable."
+                "The checkpoint goes on with epoch %d, and fit was given epochs that begin with "
+                "%d, so epochs are trained again. Give fit a ddpkit.epoch_loop.EpochCounter, and "
+                "make it a recoverable of the checkpointer."
             )
             logger.warning(words, expected, epoch)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -342,6 +343,24 @@ def test_a_number_of_processes_in_the_yaml_comes_too_late(caplog, monkeypatch):
     RunOptions(device="cpu").resolved({"nproc": 2})
     told = "The YAML has nproc, which starts no processes: this one was there before it was read. "
     assert any(message.startswith(told) for message in caplog.messages)
+
+
+def test_options_that_a_script_has_not_read_are_named(caplog, monkeypatch):
+    words = ["train.py", "--nproc", "2", "--max_grad_norm=1", "--lr=0.3", "--precision", "bf16"]
+    monkeypatch.setattr(sys, "argv", [*words, "--debug", "--local_rank=0"])
+    RunOptions(device="cpu", debug=True).resolved({"precision": "bf16"})
+    (told,) = [message for message in caplog.messages if "command line" in message]
+    assert told.startswith("The command line has --nproc, --max_grad_norm, and the script has not")
+    assert "run_opts={'nproc': ...}" in told
+
+
+def test_what_a_script_has_read_is_not_named(caplog, monkeypatch, tmp_path):
+    (tmp_path / "h.yaml").write_text("lr: 0.1\n")
+    words = [str(tmp_path / "h.yaml"), "--device=cpu", "--max_grad_norm=1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    parse_arguments()
+    RunOptions(device="cpu").resolved({})  # of another Brain of the script
+    assert not any("command line" in message for message in caplog.messages)
 
 
 def test_keys_of_run_opts_that_are_no_option_are_named(caplog):

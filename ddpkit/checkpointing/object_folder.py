@@ -91,6 +91,7 @@ class ObjectFolder:
         url: of the folder, such as ``s3://bucket/run/save``. It need not be there, its bucket must.
         storage_options: for the filesystem of fsspec; without them credentials and endpoint are
             found as its package finds them. Never logged.
+        reads_once: whether the manifest of a checkpoint is read once: for one look at a folder.
 
     Attributes:
         url: as it is shown: without a password.
@@ -107,8 +108,16 @@ class ObjectFolder:
         ([], False)
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] = NO_OPTIONS) -> None:
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] = NO_OPTIONS,
+        *,
+        reads_once: bool = False,
+    ) -> None:
         self._objects = Objects(url, storage_options)
+        self._reads_once = reads_once
+        self._kept: dict[str, _Stored] = {}
         self._mutex = threading.Lock()
         self._complete: set[str] = set()  # folders that this object has completed
         self._going_on: set[str] = set()  # folders that it is about to complete
@@ -170,6 +179,8 @@ class ObjectFolder:
         Raises:
             CheckpointError: there is none of this name, or its manifest is damaged.
         """
+        if name in self._kept:
+            return self._kept[name]
         folder = self._folders.get(name) or self._folder_now(name)
         try:
             text = self._read_text(folder, MANIFEST_NAME)
@@ -184,7 +195,10 @@ class ObjectFolder:
         outside = [file for file in files if is_outside(file)]
         if outside:
             raise self._damaged(name, f"its manifest names a file outside of it: {outside[0]!r}")
-        return _Stored(folder, text, files, piece_bytes)
+        stored = _Stored(folder, text, files, piece_bytes)
+        if self._reads_once:
+            self._kept[name] = stored
+        return stored
 
     def manifest_now(self, name: str) -> bytes | None:
         """Return the manifest of a checkpoint, looking anew; None: there is none of this name.
@@ -481,7 +495,10 @@ class ObjectFolder:
             CheckpointError: there is none of this name.
             ObjectStoreError: the store cannot be reached.
         """
-        return self._read_text(self._stored(name).folder, file)
+        stored = self._stored(name)
+        if file == MANIFEST_NAME:
+            return stored.text
+        return self._read_text(stored.folder, file)
 
     def verify(self, name: str, mode: VerifyMode = "full") -> list[str]:
         """Say why a checkpoint is not what was saved, as ``storage.verify`` does for a disk.

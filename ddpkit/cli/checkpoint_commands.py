@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ from ddpkit.checkpointing import (
 from ddpkit.cli import say
 from ddpkit.cli.checkpoint_entry import UNKNOWN, Entry, made_by, newest_first, said_of_loop
 from ddpkit.cli.shown_text import printable, size_text, table, tensor_text, value_text
-from ddpkit.cli.stored_checkpoints import find_in_store
+from ddpkit.cli.stored_checkpoints import find_in_store, small_files
 from ddpkit.errors import CheckpointError, MissingExtraError
 from ddpkit.object_store import is_url, shown_url
 from ddpkit.run import BRAIN_FILE, OPTIMIZER_STEP
@@ -56,6 +57,7 @@ MAX_BRAIN_BYTES = 16_000_000  # of which the beginning is parsed
 MAX_LINE = 4_000  # letters that are shown of a line
 OF_TORCH = (b"PK", b"\x80")  # how a zip archive begins, and a pickle
 SAFETENSORS = ".safetensors"
+NOT_COPIED = "is in the store and was not read; --tensors copies the checkpoint down and looks"
 SHARD = "rows of one rank, as a file of safetensors; the file beside it without -shard says of what"
 
 
@@ -175,14 +177,15 @@ def command_show(options: argparse.Namespace) -> int:
     """Show what is in one checkpoint, or in the newest of a folder that is whole; return 1 if it is
     damaged.
     """
-    found = find(options.path)
+    url = options.path if is_url(options.path) else ""
+    found = find_in_store(url) if url else find(Path(options.path))
     row = next((checkpoint for checkpoint in found if not checkpoint.reasons), found[0])
     state = "damaged" if row.reasons else "sizes are right"
     made = ", ".join(
         f"{printable(name)} {value_text(value, 60)}" for name, value in row.manifest.items()
     )
     say(printable(row.path.name))
-    say(f"  folder    {printable(row.path.parent.absolute())}")
+    say(f"  folder    {printable(shown_url(url) if url else row.path.parent.absolute())}")
     say(f"  saved     {row.time_text}, {row.epoch_text}")
     say(f"  made by   {made or 'unknown: there is no manifest, as in a checkpoint of SpeechBrain'}")
     say(f"  files     {len(row.files)} file(s), {size_text(row.size)}, {state}")
@@ -190,16 +193,27 @@ def command_show(options: argparse.Namespace) -> int:
         say(f"  damaged   {printable(reason)}")
     for name in sorted(row.meta.keys() - OWN_META, key=str):
         say(f"  meta      {printable(name)}: {value_text(row.meta[name], 400)}")
-    for name, size in row.files.items():
-        if name not in {META_NAME, MANIFEST_NAME}:
-            say(f"\n{printable(name)}, {size_text(size)}")
-            for line in describe(
-                row.path / name,
-                tensors=options.tensors,
-                limit=options.lines,
-            ):
-                say(f"  {line}".rstrip())
+    with tempfile.TemporaryDirectory(prefix="ddpkit-") as copies:
+        if url:
+            small_files(url, row, Path(copies))
+        _say_files(row, Path(copies) if url else row.path, options)
     return 1 if row.reasons else 0
+
+
+def _say_files(row: Entry, folder: Path, options: argparse.Namespace) -> None:
+    for name, size in row.files.items():
+        if name in {META_NAME, MANIFEST_NAME}:
+            continue
+        say(f"\n{printable(name)}, {size_text(size)}")
+        path = folder / name
+        if folder != row.path and name.endswith(SAFETENSORS):
+            lines = [SHARD]
+        elif folder != row.path and not path.exists():
+            lines = [NOT_COPIED]
+        else:
+            lines = describe(path, tensors=options.tensors, limit=options.lines)
+        for line in lines:
+            say(f"  {line}".rstrip())
 
 
 def describe(

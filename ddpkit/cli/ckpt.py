@@ -73,7 +73,11 @@ def run(words: Sequence[str]) -> int:
     from ddpkit.cli import checkpoint_commands  # loads torch, which --help does without
     from ddpkit.mirror import copied_down
 
-    if "path" in options and options.command != "command_ls":  # which reads small files alone
+    # these read small files alone
+    stays = options.command == "command_ls" or (
+        options.command == "command_show" and not options.tensors
+    )
+    if "path" in options and not stays:
         options.path = copied_down(options.path)
     if "paths" in options:
         options.paths = [copied_down(path) for path in options.paths]

@@ -1,6 +1,6 @@
-"""What ``python -m ddpkit ckpt ls`` tells of checkpoints in a store.
+"""What ``python -m ddpkit ckpt ls`` and ``show`` tell of checkpoints in a store.
 
-Their small files are read, and the sizes of the others asked. Nothing is copied down.
+Their small files are read, and the sizes of the others asked. Weights are not copied down.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ddpkit.mirror import named_in_store
 from ddpkit.object_store import shown_url
 from ddpkit.run import BRAIN_FILE
 
+SMALL_BYTES = 1 << 20
 AT_ONCE = 8  # checkpoints; of each some small objects are asked for, one after the other
 
 
@@ -28,12 +29,32 @@ def find_in_store(url: str) -> list[Entry]:
         CheckpointError: there is none, or the store cannot be asked.
     """
     folder, name = named_in_store(url)
-    store = ObjectFolder(folder)
+    store = ObjectFolder(folder, reads_once=True)
     names = [each for each in store.names() if name in {"", each}]
     found = newest_first(_looked_at(store, names))
     if not found:
         raise CheckpointError(f"there is no checkpoint in {shown_url(url)!r}.")
     return found
+
+
+def small_files(url: str, entry: Entry, into: Path) -> None:
+    """Copy the small files of a checkpoint in a store into a folder.
+
+    Args:
+        url: of the checkpoint, or of the folder that holds it.
+        entry: of the checkpoint.
+        into: is there.
+
+    Raises:
+        CheckpointError: the store cannot be asked.
+    """
+    store = ObjectFolder(named_in_store(url)[0], reads_once=True)
+    for name, size in entry.files.items():
+        if size <= SMALL_BYTES:
+            with contextlib.suppress(FileNotFoundError):  # the sizes have told it
+                content = store.read_entry(entry.path.name, name)
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                (into / name).write_bytes(content)
 
 
 def _looked_at(store: ObjectFolder, names: Sequence[str]) -> list[Entry]:

@@ -8,7 +8,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ddpkit.cli import ckpt, report
+from ddpkit.cli import ckpt, report, stored_checkpoints
+from ddpkit.cli.checkpoint_commands import NOT_COPIED
 from ddpkit.errors import CheckpointError
 from ddpkit.mirror import copied_down
 from tests.mirror.conftest import (
@@ -78,7 +79,8 @@ def test_ckpt_ls_of_a_store_reads_no_weights_and_says_what_it_says_of_the_copy(
     rows = lines_of_ls(url, capsys)
     assert set(read) <= {"manifest.json", "CKPT.yaml", "brain.ckpt", ".index.json", "latest"}
     assert {"manifest.json", "CKPT.yaml", "brain.ckpt"} <= set(read)
-    assert len(read) <= 10 * len(rows)
+    for name in ("manifest.json", "CKPT.yaml", "brain.ckpt"):
+        assert read.count(name) == len(rows) - 4 if not named else 1
     copy = copied_down(url)
     assert "net.ckpt" in read  # so weights would have been seen
     of_copy = lines_of_ls(copy, capsys)
@@ -86,6 +88,24 @@ def test_ckpt_ls_of_a_store_reads_no_weights_and_says_what_it_says_of_the_copy(
     assert len(rows) == (6 if not named else 5)
     assert " ok" in rows[1]
     assert "step" in rows[0]
+
+
+def test_ckpt_show_of_a_store_reads_the_small_files_of_one_checkpoint(
+    two, read, capsys, monkeypatch
+):
+    older, newer = checkpoints_in(two)
+    monkeypatch.setattr(stored_checkpoints, "SMALL_BYTES", 900)
+    assert ckpt.run(["show", two]) == 0
+    out = capsys.readouterr().out
+    assert newer in out
+    assert f"folder    {two}" in out
+    assert NOT_COPIED in out
+    assert "net.ckpt" not in read
+    assert folders_of_machine() == []
+    assert ckpt.run(["show", f"{two}/{older}", "--tensors"]) == 0
+    out = capsys.readouterr().out
+    assert "net.ckpt" in read
+    assert NOT_COPIED not in out
 
 
 def test_ckpt_ls_of_a_store_copies_nothing_to_the_machine(two, capsys):

@@ -117,6 +117,7 @@ SAYING = (
     "docs/**/*.md",
     "examples/**/*.py",
     "examples/**/*.md",
+    "examples/**/*.ipynb",
     "tests/**/*.py",
 )
 

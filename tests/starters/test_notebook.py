@@ -16,7 +16,9 @@ from tests.starters.test_starters import block, needs
 
 pytestmark = pytest.mark.launch
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "notebooks.md"
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "how-to" / "notebooks.md"
+EXAMPLE = REPOSITORY / "examples" / "notebook" / "digits.ipynb"
 
 FAIL = """
 class Fails(Rings):
@@ -102,3 +104,25 @@ def test_the_page_in_a_kernel(tmp_path):
     assert error_of(interrupted)["ename"] == "KeyboardInterrupt"
     assert "SIGINT: stopping at the end of a step" in text_of(interrupted, "stderr")
     assert text_of(after, "stdout") != "0 checkpoints\n"
+
+
+@needs("nbclient")
+def test_the_notebook_of_the_examples(tmp_path):
+    """Its cells run, both numbers of processes come to the same, and it shows what it printed."""
+    book = json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    shipped = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    cells = ["".join(cell["source"]) for cell in shipped]
+    (tmp_path / "cells.json").write_text(json.dumps(cells))
+    (tmp_path / "start.py").write_text(START)
+    run = Run(python("start.py"), tmp_path, {"CUDA_VISIBLE_DEVICES": ""}).wait(120)
+    assert run.code == 0, run.err
+    outputs = json.loads((tmp_path / "outputs.json").read_text())
+    assert not [one for cell in outputs for one in cell if one["output_type"] == "error"], outputs
+    lines = text_of(outputs[2], "stdout").splitlines()
+    pairs = [re.search(r"([0-9.]+) and ([0-9.]+)$", line).groups() for line in lines]
+    assert len(pairs) == 9
+    assert all(one == two for one, two in pairs)
+    shown = "".join("".join(one.get("text", "")) for one in shipped[2]["outputs"]).splitlines()
+    assert [line.partition(":")[0] for line in shown[:-1]] == [f"epoch {n}" for n in range(1, 9)]
+    assert abs(float(shown[-1].split()[1]) - float(pairs[-1][0])) < 0.02
+    assert [one for one in outputs[3] if "image/png" in one.get("data", {})]

@@ -1,9 +1,9 @@
 """A chain of SHA-256 over the steps of a run, with the option ``hash_every``.
 
-Each record has digests of the weights, the optimizers' states and the samples of a step, and one
-of these and of the record before. So who has the last record of a run can tell that no earlier one
-was changed; and two runs with equal records have made the same steps, whoever has run them, and
-where.
+Each record has digests of the weights, the optimizers' states, averaged weights, the scheduler's
+state and the samples of a step, and one of these and of the record before. So who has the last
+record of a run can tell that no earlier one was changed; and two runs with equal records have made
+the same steps, whoever has run them, and where.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RECOVERABLE = "part-HashChain"
+#: Of a record. 1, which records of before do not say: without averaged weights and the scheduler.
+CHAIN_VERSION = 2
+STATES = ("weights", "optimizer", "average", "schedule")
 
 BEGINS_LATE = (
     "hash_every: the run goes on at optimizer step %d, and its checkpoint has no chain of hashes. "
@@ -45,7 +48,12 @@ DOES_NOT_FIT = (
     "the checkpoint, or changes what is recovered of it. The chain goes on; the records after it "
     "are of another training."
 )
-IN_WORDS = {"weights": "the weights", "optimizer": "the optimizers' states"}
+IN_WORDS = {
+    "weights": "the weights",
+    "optimizer": "the optimizers' states",
+    "average": "the averaged weights",
+    "schedule": "the scheduler's state",
+}
 TAKEN = (
     "hash_every keeps the chain in checkpoints as {!r}, and the checkpointer saves {} under this "
     "name. Give that another name."
@@ -65,7 +73,7 @@ class HashChain(OwnPart):
 
     Example:
         >>> HashChain(None, 100).state_dict()
-        {'step': 0, 'chain': '', 'weights': '', 'optimizer': ''}
+        {'step': 0, 'chain': '', 'weights': '', 'optimizer': '', 'average': '', 'schedule': ''}
     """
 
     def __init__(self, context: Any, every: int) -> None:
@@ -76,8 +84,7 @@ class HashChain(OwnPart):
         self._last: dict[str, Any] = {
             "step": 0,
             "chain": "",
-            "weights": "",
-            "optimizer": "",
+            **dict.fromkeys(STATES, ""),
         }
 
     @classmethod
@@ -118,19 +125,29 @@ class HashChain(OwnPart):
             return
         if last["step"] != step:
             return
-        digests = self._digests(brain)
-        found = {
-            "weights": digests.weights(),
-            "optimizer": digests.states(),
-        }
+        found = self._states(self._digests(brain))
         if not if_main_process():
             return
         differ = []
         for name, values in found.items():
-            if combined(values) != last[name]:
+            # a chain of before has no averaged weights and no scheduler
+            is_known = name in last and name not in self._moving_between_steps()
+            if is_known and combined_if_any(values) != last[name]:
                 differ.append(IN_WORDS[name])
         if differ:
             logger.warning(DOES_NOT_FIT, " and ".join(differ), step)
+
+    def _moving_between_steps(self) -> set[str]:
+        """Return which states may be others at a save than after the step before it."""
+        step = self.train_step
+        found = set()
+        # it steps at the end of an epoch
+        if step is not None and step.schedule is not None and step.schedule.every != "step":
+            found.add("schedule")
+        # its batch statistics may be renewed for an evaluation
+        if step is not None and self.context.parts.weight_average() is not None:
+            found.add("average")
+        return found
 
     # ------------------------------------------------------------------ in a step
 
@@ -159,18 +176,18 @@ class HashChain(OwnPart):
         progress = self.context.progress
         digests = self._digests(brain)
         loss = self._loss(progress)
-        weights = digests.weights()
-        states = digests.states()
+        states = self._states(digests)
         step = brain.optimizer_step
         if not if_main_process():
             self._last["step"] = step
             return
         samples = self._samples(progress)
+        state_digests = {name: combined_if_any(values) for name, values in states.items()}
         link = {
+            "version": CHAIN_VERSION,
             "step": step,
             "samples": None if samples is None else _digest_of_indices(samples),
-            "weights": combined(weights),
-            "optimizer": combined(states),
+            **state_digests,
         }
         previous: str = self._last["chain"]
         chain = chained(previous, link)
@@ -183,8 +200,9 @@ class HashChain(OwnPart):
             settings=combined(digests.settings()),
             modules={
                 "gradients": by_module(self._gradients),
-                "weights": by_module(weights),
-                "optimizer": by_module(states),
+                "weights": by_module(states["weights"]),
+                "optimizer": by_module(states["optimizer"]),
+                "average": by_module(states["average"]),
             },
             labels=labels(str(self.context.device)),
             same_bits=self.context.strategy.has_same_bits(),
@@ -194,8 +212,24 @@ class HashChain(OwnPart):
         self._last = {
             "step": step,
             "chain": chain,
-            "weights": link["weights"],
-            "optimizer": link["optimizer"],
+            **state_digests,
+        }
+
+    def _states(self, digests: StateDigests) -> dict[str, dict[str, str]]:
+        """Return the digests of all that a step changes, by name; in the order of ``STATES``."""
+        step = self.train_step
+        average = None if step is None else step.average.weights
+        schedule = None if step is None else step.schedule
+        return {
+            "weights": digests.weights(),
+            "optimizer": digests.states(),
+            "average": {} if average is None else digests.of_state(average.state_dict(), "average"),
+            # The scheduler's own state: how many steps are planned is no state of a step.
+            "schedule": (
+                {}
+                if schedule is None
+                else digests.of_state(schedule.scheduler.state_dict(), "schedule")
+            ),
         }
 
     def _digests(self, brain: Any) -> StateDigests:
@@ -230,7 +264,8 @@ def chained(previous: str, link: Mapping[str, Any]) -> str:
 
     Args:
         previous: the chain of the record before; empty for the first.
-        link: ``step``, ``samples``, ``weights`` and ``optimizer`` of the record.
+        link: ``version``, ``step``, ``samples``, ``weights``, ``optimizer``, ``average`` and
+            ``schedule`` of the record; one without a version has no more than the first five.
 
     Ranks: local.
 
@@ -246,8 +281,22 @@ def chained(previous: str, link: Mapping[str, Any]) -> str:
         link["weights"],
         link["optimizer"],
     ]
+    version = link.get("version", 1)
+    if version > 1:
+        words += [version, link["average"], link["schedule"]]
     text = json.dumps(words)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def combined_if_any(digests: Mapping[str, str]) -> str | None:
+    """Return one digest of digests by name; None of none: the run has no such state.
+
+    Ranks: local.
+
+    Example:
+        >>> combined_if_any({})
+    """
+    return combined(digests) if digests else None
 
 
 def labels(device: str) -> dict[str, Any]:

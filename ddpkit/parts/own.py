@@ -12,7 +12,7 @@ from ddpkit.parts.part import Part
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ddpkit.training import RunContext
+    from ddpkit.training import RunContext, TrainStep
 
 #: Options, and the part that each of them asks for where it is not its default: module and class.
 #:
@@ -38,8 +38,14 @@ class OwnPart(Part):
     """A part of the library that an option asks for. It has no row of its own, and registers
     with the checkpointer what is saved of it.
 
+    Attributes:
+        train_step: makes the steps of the run, and has its averaged weights and its scheduler; None
+            outside of a run.
+
     Ranks: all; every rank has the same options.
     """
+
+    train_step: TrainStep | None = None
 
     @classmethod
     def of_run(cls, context: RunContext) -> Self:
@@ -51,12 +57,13 @@ class OwnPart(Part):
         raise NotImplementedError
 
 
-def own_parts(context: RunContext) -> list[Part]:
+def own_parts(context: RunContext, train_step: TrainStep | None = None) -> list[Part]:
     """Return the parts that the options of a run ask for, in their order; in a replay the one that
     ends it comes last.
 
     Args:
         context: of the run.
+        train_step: of the run.
 
     Ranks: local; alike on every rank.
 
@@ -73,7 +80,9 @@ def own_parts(context: RunContext) -> list[Part]:
     for options, module, name in ORDER:
         if any(context.options[option] != RUN_OPTIONS[option].default for option in options):
             kind: type[OwnPart] = getattr(importlib.import_module(module), name)
-            found.append(kind.of_run(context))
+            part = kind.of_run(context)
+            part.train_step = train_step
+            found.append(part)
     plan = find_slice()
     if plan is not None and plan.replayed_to:
         from ddpkit.parts.replay_end import ReplayEnd  # nothing else needs it

@@ -190,6 +190,16 @@ class StateDigests:
             found |= digests
         return found
 
+    def of_state(self, state: Any, name: str) -> dict[str, str]:
+        """Hash tensors and plain values of a state that is alike on every rank, or divided.
+
+        Args:
+            state: of what a checkpoint has, such as averaged weights; what is neither is left out.
+            name: of it, which each digest's name begins with.
+        """
+        kept = (torch.Tensor, bool, int, float, str, type(None))
+        return _hash(pair for pair in _leaves(state, name) if isinstance(pair[1], kept))
+
     def settings(self) -> dict[str, str]:
         """Return the settings of the optimizers, such as learning rates, by optimizer and group."""
         found = {}

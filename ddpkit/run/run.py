@@ -130,7 +130,7 @@ class Run:
         parts = self.context.parts
         step = self.train_step
         self.early_end.begin()
-        with parts.with_own(own_parts(self.context)), parts.around_fit(brain):
+        with parts.with_own(own_parts(self.context, step)), parts.around_fit(brain):
             step.on_gradients = parts.bound("on_gradients", brain)
             step.step_counted = parts.bound("on_step_counted", brain)
             step.after_window = parts.bound("after_step", brain)

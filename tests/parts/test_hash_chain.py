@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 
 import pytest
@@ -12,6 +14,7 @@ from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from ddpkit.parts.hash_chain import HashChain, chained
 from ddpkit.parts.state_digests import by_module, digest_of
+from ddpkit.see.diff.hashed_run import differing
 from ddpkit.train_logger import set_run_log
 from ddpkit.types import Stage
 from tests.recipes import (
@@ -234,6 +237,82 @@ class TwoSteps(Regression):
             self.backward(loss)
             self.optimizers_step()
         return loss.detach()
+
+
+RATE = torch.optim.lr_scheduler.StepLR
+
+
+class Averaging(Saving):
+    """Averages its weights, and halves its rate after each three steps."""
+
+    schedule = functools.partial(RATE, step_size=3, gamma=0.5)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scheduler_class = self.schedule
+
+
+def test_averaged_weights_and_the_scheduler_are_in_the_chain(log):
+    def records(decay, gamma=0.5):
+        made = functools.partial(RATE, step_size=50, gamma=gamma)
+        cls = type("Other", (Averaging,), {"schedule": made})
+        train(cls, epochs=1, ema_decay=decay)
+        return log()[-6:]
+
+    one, same, averaged, planned = records(0.9), records(0.9), records(0.8), records(0.9, 0.25)
+    assert [record["chain"] for record in one] == [record["chain"] for record in same]
+    # the first average is a copy
+    assert differing(one[0], averaged[0]) == []
+    assert differing(one[1], averaged[1]) == ["average"]
+    assert differing(one[0], planned[0]) == ["schedule"]
+    assert one[0]["modules"]["average"].keys() == {"n_averaged", "net"}
+    for other in (averaged, planned):
+        assert one[1]["chain"] != other[1]["chain"]
+
+
+def test_a_run_without_them_says_so(log):
+    train(epochs=1)
+    assert (log()[0]["average"], log()[0]["schedule"]) == (None, None)
+
+
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_a_killed_run_goes_on_with_its_averages_and_schedule(log, tmp_path, caplog, every):
+    options = {"ema_decay": 0.9, "scheduler_every": every}
+    train(Averaging, folder=tmp_path / "whole", **options)
+    whole = {record["step"]: record["chain"] for record in log()}
+    with pytest.raises(Killed):
+        train(type("Dies", (Averaging,), {"dies_at": 8}), folder=tmp_path / "killed", **options)
+    train(Averaging, folder=tmp_path / "killed", **options)
+    assert {record["step"]: record["chain"] for record in log()[12:]} == whole
+    assert "hash_every" not in caplog.text
+
+
+def test_averages_that_do_not_fit_to_the_chain_of_their_checkpoint_are_told(log, tmp_path, caplog):
+    train(Averaging, epochs=1, folder=tmp_path, ema_decay=0.9)
+    (file,) = tmp_path.glob("CKPT*/ema.ckpt")
+    state = torch.load(file, weights_only=True)
+    state["net.weight"][0, 0] += 1e-3
+    torch.save(state, file)
+    train(Averaging, folder=tmp_path, ema_decay=0.9, ckpt_verify="off")
+    assert "the averaged weights are not those that the chain has for optimizer step 6" in (
+        caplog.text
+    )
+
+
+def test_a_chain_of_before_goes_on_and_is_checked_by_its_own_rule(log, tmp_path, caplog):
+    """Records of the first version know no average and no scheduler, in checkpoints too."""
+    part = HashChain(None, 1)
+    part.load_state_dict({"step": 6, "chain": "a", "weights": "b", "optimizer": "c"})
+    assert "average" not in part.state_dict()
+    link = {"step": 1, "samples": None, "weights": "a", "optimizer": "b"}
+    before = '["", 1, null, "a", "b"]'
+    assert chained("", link) == hashlib.sha256(before.encode()).hexdigest()
+    newer = {**link, "version": 2, "average": None, "schedule": None}
+    assert chained("", newer) not in {
+        chained("", link),
+        chained("", {**newer, "average": "c"}),
+        chained("", {**newer, "schedule": "c"}),
+    }
 
 
 def test_several_steps_of_a_window_are_one_record(log):

@@ -16,7 +16,21 @@ from tests.needs import needs_own_reduce_scatter
 from tests.ranks.test_virtual_ranks import train as train_in_virtual_ranks
 from tests.recipes import QUIET, Regression, SavesAfterValidation, make
 
-FIELDS = ("step", "samples", "loss", "gradients", "weights", "optimizer", "settings", "chain")
+FIELDS = (
+    "step",
+    "samples",
+    "loss",
+    "gradients",
+    "weights",
+    "optimizer",
+    "average",
+    "schedule",
+    "settings",
+    "chain",
+)
+
+
+OPTIONS = {"global_batch_size": 4, "max_grad_norm": 0, "hash_every": 1, "ema_decay": 0.5}
 
 
 def exact_data():
@@ -42,6 +56,12 @@ def momentum(parameters):
 class Linear(Regression):
     """Its gradients depend on no weight, so that each sum of theirs is exact in every step."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scheduler_class = functools.partial(
+            torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5
+        )
+
     def compute_objectives(self, predictions, batch, stage):
         return (predictions * batch[1]).sum(1).mean()
 
@@ -65,7 +85,7 @@ def exact(folder, epochs=2, cls=Linear, checkpoints=None, **options):
         opt=momentum,
         folder=checkpoints,
         recoverables={"counter": counter},
-        **{**QUIET, "global_batch_size": 4, "max_grad_norm": 0, "hash_every": 1, **options},
+        **{**QUIET, **OPTIONS, **options},
     )
     loading = {"shuffle": True, "batch_size": 1}
     data = exact_data()
@@ -84,6 +104,7 @@ def test_one_digest_under_each_strategy(ranks, tmp_path, single, strategy):
     options = {"fsdp_blocks": ["Linear"], "fsdp_min_parameters": 1} if strategy == "fsdp" else {}
     found = ranks.run(functools.partial(exact, tmp_path, strategy=strategy, **options))
     assert len(single) == 8
+    assert None not in single[0].values()
     assert found == [single] * 2
 
 

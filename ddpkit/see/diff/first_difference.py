@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
 from ddpkit.see.diff.circumstances import circumstances
-from ddpkit.see.diff.hashed_run import FIELDS, differing
+from ddpkit.see.diff.hashed_run import FIELDS, differing, not_compared
 
 if TYPE_CHECKING:
     from ddpkit.see.diff.circumstances import Circumstance
     from ddpkit.see.diff.hashed_run import HashedRun
 
-BY_MODULE = ("gradients", "optimizer", "weights")
+BY_MODULE = ("gradients", "optimizer", "weights", "average")
 NO_COMMON_STEP = (
     "no optimizer step has a record in both runs: {!r} has steps {}, {!r} has steps {}. Run one of "
     "them again with the --hash_every of the other."
@@ -50,6 +50,13 @@ class Comparison:
         """Whether the step before the one that differs is known to be equal."""
         return self.step == 1 or self.step == (self.equal_before or 0) + 1
 
+    @property
+    def not_compared(self) -> list[str]:
+        """Fields of the first record that differs, or of the last, that one run is too old for."""
+        one, other = self.runs
+        step = self.step or self.common[-1]
+        return not_compared(one.steps[step], other.steps[step])
+
     def values(self, name: str) -> tuple[Any, Any]:
         """Return a field of the first record that differs, of either run."""
         one, other = self.runs
@@ -75,6 +82,7 @@ class Comparison:
             "exact": self.is_exact if self.step else None,
             "first": self.differ[0] if self.differ else None,
             "differ": self.differ,
+            "not_compared": self.not_compared,
             "modules": self.modules,
             "besides": rows,
             "problems": [run.problems for run in self.runs],
@@ -148,4 +156,5 @@ def equal_fields(comparison: Comparison) -> list[str]:
 
     Ranks: local.
     """
-    return [name for name in FIELDS if name not in comparison.differ]
+    left_out = {*comparison.differ, *comparison.not_compared}
+    return [name for name in FIELDS if name not in left_out]

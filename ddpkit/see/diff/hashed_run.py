@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpkit.errors import ConfigError
-from ddpkit.parts import chained
+from ddpkit.parts import CHAIN_VERSION, chained
 from ddpkit.see.report.records import Record, Unread, read_records
 from ddpkit.see.report.run_files import RunFiles
 
@@ -15,10 +15,25 @@ NO_HASHES = (
     "--hash_every=1, or with the N of the other run."
 )
 CHANGED = "the record of step {} does not fit to its own chain: it was changed after the run"
+NEWER = (
+    "the record of step {} was written by a newer version of ddpkit, and its chain cannot be "
+    "checked: update ddpkit here"
+)
 MISSING = "the record before that of step {} is missing"
 OTHERWISE = "step {} was recorded twice, with other {}: a restart has not repeated it to the bit"
 #: Of a record what is compared, in the order in which a step comes to it.
-FIELDS = ("samples", "loss", "gradients", "settings", "optimizer", "weights")
+FIELDS = (
+    "samples",
+    "loss",
+    "gradients",
+    "settings",
+    "optimizer",
+    "weights",
+    "average",
+    "schedule",
+)
+#: What records have only from a version on; those without a version are of 1.
+SINCE = {"average": 2, "schedule": 2}
 
 
 @dataclass
@@ -80,7 +95,9 @@ class HashedRun:
     def _add_hash(self, record: Record) -> None:
         step = record["step"]
         previous = record["previous"]
-        if chained(previous, record) != record["chain"]:
+        if version_of(record) > CHAIN_VERSION:
+            self.problems.append(NEWER.format(step))
+        elif chained(previous, record) != record["chain"]:
             self.problems.append(CHANGED.format(step))
         elif previous and previous not in self._chains:
             self.problems.append(MISSING.format(step))
@@ -106,9 +123,39 @@ class HashedRun:
         return newest, self.checkpoints[newest]
 
 
+def version_of(record: Record) -> int:
+    """Return the version of a record of hashes.
+
+    Ranks: local.
+
+    Example:
+        >>> version_of({"step": 1})
+        1
+    """
+    version: int = record.get("version", 1)
+    return version
+
+
+def not_compared(one: Record, other: Record) -> list[str]:
+    """Return the fields that one of two records is too old to have, and the other has.
+
+    Ranks: local.
+
+    Example:
+        >>> not_compared({"step": 1}, {"step": 1, "version": 2, "average": "a", "schedule": None})
+        ['average']
+    """
+    older = min(version_of(one), version_of(other))
+    return [
+        name
+        for name, since in SINCE.items()
+        if older < since and (one.get(name) or other.get(name)) is not None
+    ]
+
+
 def differing(one: Record, other: Record) -> list[str]:
     """Return which fields of two records of one step differ, in the order in which a step comes to
-    them.
+    them. What one of them is too old to have is not compared.
 
     Ranks: local.
 
@@ -116,7 +163,8 @@ def differing(one: Record, other: Record) -> list[str]:
         >>> differing({"loss": 0.5, "weights": "a"}, {"loss": 0.5, "weights": "b"})
         ['weights']
     """
-    return [name for name in FIELDS if one.get(name) != other.get(name)]
+    left_out = not_compared(one, other)
+    return [name for name in FIELDS if name not in left_out and one.get(name) != other.get(name)]
 
 
 def read_hashes(files: RunFiles) -> HashedRun:

@@ -21,7 +21,10 @@ WORDS = {
     "settings": "settings",
     "optimizer": "states",
     "weights": "weights",
+    "average": "averages",
+    "schedule": "scheduler",
 }
+IN_SENTENCES = {"average": "averaged weights", "schedule": "the scheduler's state"}
 #: By what differs first in a step whose step before is equal.
 MEANINGS = {
     "samples": (
@@ -50,8 +53,20 @@ MEANINGS = {
         "optimizer's own step, or something that has changed weights after it, a flipped bit of "
         "the memory too."
     ),
+    "average": (
+        "With equal weights the averaged weights are others: the decay, which steps are averaged, "
+        "or bits that were changed in memory."
+    ),
+    "schedule": (
+        "With equal weights and settings the scheduler's state is another: look at its arguments, "
+        "and at what steps it."
+    ),
 }
 EQUAL = "Equal to the last bit: all {} optimizer steps that both have recorded, up to step {}."
+TOO_OLD = (
+    "Not compared: {}. The records of {} are older than that: run it again with this version of "
+    "ddpkit."
+)
 FURTHER = (
     "{} has {} further records after step {}, and the other has none: it has ended, was killed, or "
     "has skipped the steps after it."
@@ -92,7 +107,17 @@ def _equal(comparison: Comparison) -> list[str]:
         more = sum(step > steps[-1] for step in run.steps)
         if more:
             lines.append(FURTHER.format(name, more, steps[-1]))
-    return lines
+    return [*lines, *_too_old(comparison)]
+
+
+def _too_old(comparison: Comparison) -> list[str]:
+    """Say what records of an earlier version do not have."""
+    missing = comparison.not_compared
+    if not missing:
+        return []
+    words = " and ".join(IN_SENTENCES[name] for name in missing)
+    first, other = comparison.values("version")
+    return [TOO_OLD.format(words, "A" if (first or 1) < (other or 1) else "B")]
 
 
 def _different(comparison: Comparison, step: int) -> list[str]:
@@ -122,9 +147,13 @@ def difference_lines(comparison: Comparison, step: int) -> list[str]:
     lines.append("")
     equal = equal_fields(comparison)
     for name in FIELDS:
+        if name in equal and comparison.values(name) == (None, None):
+            continue  # neither run has it
         state = "equal" if name in equal else f"differ{_detail(comparison, name)}"
+        if name in comparison.not_compared:
+            state = "not compared"
         lines.append(f"  {WORDS[name]:10} {state}")
-    return lines
+    return [*lines, *_too_old(comparison)]
 
 
 def _named(comparison: Comparison, name: str) -> str:

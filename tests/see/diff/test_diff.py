@@ -9,6 +9,7 @@ import pytest
 
 from ddpkit.cli import main
 from ddpkit.errors import ConfigError
+from ddpkit.parts import chained
 from ddpkit.see import run_diff
 from tests.see.diff.planted import KINDS, Planted, draw, is_named, told, train
 
@@ -154,3 +155,46 @@ def test_the_command_and_its_exit_status(plain, tmp_path, capsys):
     captured = capsys.readouterr()
     assert '"first": "loss"' in captured.out
     assert "does not exist" in captured.err
+
+
+def of_version_1(run, folder):
+    """Write a run's log as the first version did: no average, no scheduler, another chain."""
+    events = events_of(run)
+    previous = ""
+    for event in events:
+        if event["event"] == "hash":
+            for name in ("version", "average", "schedule"):
+                del event[name]
+            event["previous"] = previous
+            previous = event["chain"] = chained(previous, event)
+    return written(events, folder)
+
+
+def test_a_record_of_before_is_compared_in_what_it_has(tmp_path):
+    new = train(tmp_path / "new", ema_decay=0.9)
+    old = of_version_1(new, tmp_path / "old")
+    text, status = lines_of(old, new)
+    assert status == 0
+    assert "Equal to the last bit" in text
+    assert "Not compared: averaged weights. The records of A are older than that" in text
+    text, status = lines_of(changed(new, tmp_path / "b", step=5, weights="x"), old)
+    assert status == 1
+    assert "  weights    differ\n  averages   not compared" in text
+    assert "The records of B are older" in text
+    assert "Not compared" not in lines_of(old, old)[0]
+
+
+def test_other_averages_of_equal_weights_are_named(tmp_path):
+    one, other = (
+        train(tmp_path / name, ema_decay=decay) for name, decay in (("a", 0.9), ("b", 0.8))
+    )
+    text, status = lines_of(one, other)
+    assert status == 1
+    assert "First in it: averages of head." in text
+    assert "  weights    equal\n  averages   differ: head, net" in text
+
+
+def test_a_record_of_a_newer_version_is_not_taken_for_a_changed_one(plain, tmp_path):
+    text, _ = lines_of(plain, changed(plain, tmp_path / "a", step=3, version=99))
+    assert "B: the record of step 3 was written by a newer version of ddpkit" in text
+    assert "was changed after the run" not in text

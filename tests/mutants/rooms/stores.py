@@ -138,6 +138,34 @@ MIRRORS = in_room(
     "tests/mirror",
     [
         Fault(
+            "another machine goes on from an older checkpoint of the name",
+            "MachineCopies.have",
+            "self._digest(name) == manifest",
+            "(self._folder / name).is_dir()",
+            tests="tests/mirror/test_machine_copies.py",
+        ),
+        Fault(
+            "another machine takes a damaged copy that it has",
+            "MachineCopies.have",
+            "not is_here or verify(self._folder / name, mode)",
+            "not is_here",
+            tests="tests/mirror/test_machine_copies.py",
+        ),
+        Fault(
+            "copies of earlier starts stay on the disks of other machines",
+            "MachineCopies._remove_old",
+            "name.startswith(DIRECTORY_PREFIX) and name != wanted",
+            "False",
+            tests="tests/mirror/test_machine_copies.py",
+        ),
+        Fault(
+            "another machine reads an older file of the name",
+            "MachineCopies.have_file",
+            "path.is_file() and file_sha256(path) == sha256",
+            "path.is_file()",
+            tests="tests/mirror/test_machine_copies.py",
+        ),
+        Fault(
             "a checkpoint stands in the store before the files whose rows it counts",
             "MirrorRemote.put",
             "self._mirror.push(self.lock)",

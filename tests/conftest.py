@@ -34,9 +34,9 @@ LONGEST = {"test_benchmarks.py"}
 # it is to be quick.
 QUICK_OF = {"grid": 1, "corner": 0}
 
-# So many combinations of a slow test's parameters run in each check, the first and the last, and
-# the others before a release; the mark `in_each_check` names another number.
-SLOW_IN_EACH_CHECK = 2
+# So many combinations of a slow test's parameters run in each check, the last, which often has most
+# ranks, and the others before a release; the mark `in_each_check` names another number.
+SLOW_IN_EACH_CHECK = 1
 
 # What a test says that hung: of RankPool, of tests.launching, of pytest-timeout.
 HUNG = re.compile(r"^--- rank \d+: Hang|^still there after \d+ s|^Timeout \(?>", re.MULTILINE)
@@ -98,7 +98,8 @@ def _beyond_each_check(items):
         mark = same[0].get_closest_marker("in_each_check")
         most = mark.args[0] if mark else SLOW_IN_EACH_CHECK
         if len(same) > most:
-            kept = {round(at * (len(same) - 1) / max(most - 1, 1)) for at in range(most)}
+            last = len(same) - 1
+            kept = {last - round(at * last / max(most - 1, 1)) for at in range(most)}
             yield from (item for at, item in enumerate(same) if at not in kept)
 
 

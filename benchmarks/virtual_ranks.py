@@ -25,11 +25,19 @@ from tests.rank_pool import RankPool
 FEATURES = 64
 PER_SHARD = 8
 STEPS_A_TURN = 5
-WIDTHS = {"0.02 M parameters": 128, "1.1 M parameters": 1024, "4.2 M parameters": 2048}
+# hidden layers of a width
+SIZES = {
+    "0.02 M parameters": (1, 128),
+    "1.1 M parameters": (1, 1024),
+    "4.2 M parameters": (1, 2048),
+    "12.7 M parameters": (6, 1450),
+}
 
 
 class Regression(Brain):
     """Fits noise; tells how long its steps take, but for the first of each turn."""
+
+    clock = time.perf_counter
 
     def compute_forward(self, batch, stage):
         return self.modules.net(batch[0])
@@ -39,18 +47,16 @@ class Regression(Brain):
 
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         if should_step:
-            self.times.append(time.perf_counter())
+            self.times.append(self.clock())
 
 
-def make(width: int, virtual_ranks: int | None, world_size: int, shards: int) -> Regression:
+def make(
+    size: tuple[int, int], virtual_ranks: int | None, world_size: int, shards: int
+) -> Regression:
     torch.manual_seed(1)
-    net = nn.Sequential(
-        nn.Linear(FEATURES, width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.ReLU(),
-        nn.Linear(width, 1),
-    )
+    layers, width = size
+    hidden = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
+    net = nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, 1))
     options = {"device": "cpu", "noprogressbar": True, "max_grad_norm": 1.0}
     if virtual_ranks is None:
         options["grad_accumulation_factor"] = shards // world_size
@@ -63,19 +69,26 @@ def make(width: int, virtual_ranks: int | None, world_size: int, shards: int) ->
     )
 
 
-def turns(width: int, shards: int, steps: int) -> list[tuple[float, float]]:
+def turns(
+    size: tuple[int, int],
+    shards: int,
+    steps: int,
+    is_cpu_time: bool,
+) -> list[tuple[float, float]]:
     """Return the seconds of a step in each turn: with DDP, and with virtual ranks."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     samples = PER_SHARD * shards * (STEPS_A_TURN + 1)
     draw = torch.Generator().manual_seed(2)
     inputs = torch.randn(samples, FEATURES, generator=draw)
     data = list(zip(inputs, inputs[:, :1], strict=True))
-    brains = [make(width, number, world_size, shards) for number in (None, shards)]
+    brains = [make(size, number, world_size, shards) for number in (None, shards)]
     found = []
     for turn in range(steps // STEPS_A_TURN + 1):
         seconds = []
         for brain in brains:
             brain.times = []
+            if is_cpu_time:
+                brain.clock = time.process_time
             brain.fit([turn + 1], data, train_loader_kwargs={"batch_size": PER_SHARD})
             seconds.append((brain.times[-1] - brain.times[0]) / (len(brain.times) - 1))
         found.append((seconds[0], seconds[1]))
@@ -83,13 +96,11 @@ def turns(width: int, shards: int, steps: int) -> list[tuple[float, float]]:
 
 
 def gradients_held(shards: int, world_size: int) -> str:
-    """Count the whole gradients of the model that exist at a time, and the buckets of at most 32 MB
+    """Count the whole gradients of the model that exist at a time, and the pieces of at most 8 MB
     beside them.
     """
-    own = shards // world_size
-    if world_size == 1:
-        return f"{own.bit_length()}"
-    return f"{max(own.bit_length(), own.bit_count() + 1)} and 4 buckets"
+    held = (shards // world_size).bit_length()
+    return f"{held}" if world_size == 1 else f"{held} and 4 pieces"
 
 
 def main() -> None:
@@ -99,14 +110,27 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument(
+        "--cpu_time",
+        action="store_true",
+        help="processor time instead of the clock's: on a machine with other work",
+    )
+    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
     given = parser.parse_args()
     head = f"{'':20}{'shards':>8}{'processes':>11}{'DDP, ms':>10}{'virtual, ms':>13}"
     print(f"{head}{'ratio (quartiles)':>24}{'memory':>20}")
     with RankPool(timeout=600) as pool:
-        for name, width in WIDTHS.items():
+        for name in given.sizes:
             for shards in (given.processes, 4 * given.processes):
                 for world_size in sorted({1, given.processes}):
-                    found = pool.run(turns, width, shards, given.steps, world_size=world_size)[0]
+                    found = pool.run(
+                        turns,
+                        SIZES[name],
+                        shards,
+                        given.steps,
+                        given.cpu_time,
+                        world_size=world_size,
+                    )[0]
                     low, ratio, high = statistics.quantiles(
                         [virtual / usual for usual, virtual in found],
                         n=4,

@@ -23,6 +23,11 @@ from ddpkit.comm.mailbox import (
     outside_frame as outside_frame,
     raise_as_reader as raise_as_reader,
 )
+from ddpkit.comm.ordered_sum import (
+    BUCKET_BYTES as BUCKET_BYTES,
+    OrderedSum as OrderedSum,
+    bytes_in_sums as bytes_in_sums,
+)
 from ddpkit.comm.process_group import init_group as init_group
 from ddpkit.comm.rendezvous import open_store as open_store
 from ddpkit.comm.tensor_sums import (
@@ -38,8 +43,6 @@ from ddpkit.comm.time_limits import (
     shorten_timeout as shorten_timeout,
 )
 from ddpkit.comm.tree_sum import (
-    BUCKET_BYTES as BUCKET_BYTES,
-    OrderedSum as OrderedSum,
     TreeSum as TreeSum,
     add_tensors as add_tensors,
     subtrees_of as subtrees_of,

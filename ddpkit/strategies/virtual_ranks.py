@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ddpkit.base import local_part
-from ddpkit.comm import BUCKET_BYTES, OrderedSum, TreeSum, add_tensors
+from ddpkit.comm import OrderedSum, TreeSum, add_tensors, bytes_in_sums
 from ddpkit.compat import is_recompile_limit
 from ddpkit.data import Division
 from ddpkit.device import use_deterministic_kernels, widest_float
@@ -280,10 +280,14 @@ class VirtualRanks(Strategy):
         shards = number // run.processes
         kept = math.ceil(math.log2(shards)) if run.micro_batches == 1 else shards
         before = whole.buffers + kept * whole.gradients
-        # what is sent of a bucket, what comes, their sum, and all sums that are there already
-        bucket = min(whole.gradients, BUCKET_BYTES)
-        sums = whole.gradients + 3 * bucket if run.processes > 1 else 0.0
-        subtrees = shards.bit_count()  # the first is the gradients
+        subtrees = shards.bit_count()  # the first is the gradients, and gets the sums
+        sums = 0.0
+        if run.processes > 1:
+            sums = bytes_in_sums(
+                run.gradients.values(),
+                subtrees,
+                is_on_cpu=str(run.options["device"]).startswith("cpu"),
+            )
         return dataclasses.replace(
             whole,
             exchange=before,
@@ -649,7 +653,6 @@ class VirtualRanks(Strategy):
             window.counted = 0.0
         if self.witness is not None:
             self.witness.after_batch(gradients, count)
-        contiguous = (None if gradient is None else gradient.contiguous() for gradient in gradients)
         pairs = [(self._buffer(name), before) for name, before in self._before.items()]
         moves = [
             None if self._may_look and torch.equal(*pair) else self._move(*pair) for pair in pairs
@@ -658,7 +661,7 @@ class VirtualRanks(Strategy):
             wide_number(1.0, self.device),
             count,
             *moves,
-            *self._summed_at_the_end(list(contiguous)),
+            *_apart(self._summed_at_the_end(gradients)),
         ]
         if not window.count:
             part = [None] * len(part)  # of a sample that is repeated to keep step
@@ -745,3 +748,24 @@ class VirtualRanks(Strategy):
 
     def _widened(self, buffer: torch.Tensor) -> torch.dtype:
         return torch.promote_types(buffer.dtype, self._dtype)
+
+
+def _apart(gradients: list[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """Yield gradients that are written into: contiguous, and each alone in its memory.
+
+    Autograd may give two parameters gradients in the same memory, such as those of
+    ``a.view(-1) + b.view(-1)``.
+    """
+    known = set()
+    for gradient in gradients:
+        if gradient is None:
+            yield None
+            continue
+        memory = gradient.untyped_storage()
+        is_shared = memory.data_ptr() in known or memory.nbytes() != gradient.nbytes
+        known.add(memory.data_ptr())
+        yield (
+            gradient.clone(memory_format=torch.contiguous_format)
+            if is_shared
+            else gradient.contiguous()
+        )

@@ -476,6 +476,40 @@ def test_a_shard_without_a_sample_counts_nothing():
     assert shown[1]["train"] == pytest.approx(reported[1]["train"], rel=1e-6)  # in float32
 
 
+class TwoTerms(nn.Module):
+    """Autograd gives both terms gradients in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.eye(CLASSES))
+        self.second = nn.Parameter(torch.zeros(CLASSES, CLASSES))
+
+    def forward(self, inputs):
+        weight = self.first.view(-1) + self.second.view(-1)
+        return inputs @ weight.view(CLASSES, CLASSES)
+
+
+def train_two_terms(**options):
+    brain = Classifier(
+        {"net": nn.Linear(FEATURES, CLASSES), "head": TwoTerms()},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        run_opts={"device": "cpu", "noprogressbar": True, "global_batch_size": 4, **options},
+    )
+    with torch.no_grad():
+        brain.modules.net.weight.fill_(0.1)
+        brain.modules.net.bias.copy_(torch.arange(CLASSES))
+    brain.fit([1], points(8), train_loader_kwargs={"shuffle": True})
+    return brain.raw_modules.state_dict()
+
+
+def test_gradients_in_the_same_memory_are_added_up_once():
+    """As without virtual ranks, where there is one batch for each step."""
+    expected = train_two_terms(max_grad_norm=None)
+    found = train_two_terms(max_grad_norm=None, virtual_ranks=4)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+
+
 def eight_shards():
     """Dropout, AdamW, clipping, averaged weights; 53 samples are three batches of 16 and one
     of 5.

@@ -26,9 +26,23 @@ COMM = in_room(
         ),
         Fault(
             "a number of a bucket's padding comes into the sum",
-            "_Bucket.tensors",
+            "TensorRow.tensors",
             "padded[:size]",
             "padded[-size:]",
+            SUMS,
+        ),
+        Fault(
+            "pieces of two ranks are added in another order than that of the tree",
+            "PieceSums.__init__",
+            "one[3] << one[2]",
+            "one[2]",
+            SUMS,
+        ),
+        Fault(
+            "the sum of a rank's chunk is not what it has added up last",
+            "PieceSums._send_sums",
+            "right.add_(left) if right is own else left.add_(right)",
+            "left.add_(right)",
             SUMS,
         ),
         Fault(

@@ -22,6 +22,7 @@ LOCAL_SGD = (
     "tests/ranks/test_local_sgd.py::test_weights_and_moments_are_those_of_ranks_simulated_by_hand "
     "tests/ranks/test_local_sgd.py::test_nothing_is_saved_while_the_weights_are_not_the_same"
 )
+RANKS = "tests/ranks/test_virtual_ranks.py"
 VIRTUAL = (
     "tests/ranks/test_virtual_ranks.py::test_what_cannot_work_is_refused_by_name "
     "tests/ranks/test_virtual_ranks.py::test_a_shard_without_a_sample_counts_nothing "
@@ -236,6 +237,13 @@ FAULTS = in_room(
             "self.finish_gradients()",
             "pass",
             BUFFERS,
+        ),
+        Fault(
+            "gradients of two parameters that share their memory are added up twice",
+            "_apart",
+            "memory.data_ptr() in known or memory.nbytes() != gradient.nbytes",
+            "False",
+            f"{VIRTUAL} {RANKS}::test_gradients_in_the_same_memory_are_added_up_once",
         ),
         Fault(
             "gradients of virtual ranks are clipped by squares that each rank has added up",

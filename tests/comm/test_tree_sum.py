@@ -82,6 +82,30 @@ def test_the_same_bits_on_any_number_of_ranks(ranks, parts, world_size, whole_by
         assert found == alone
 
 
+def long_part(number):
+    draw = torch.Generator().manual_seed(number)
+    sizes = {torch.float32: 301, torch.float64: 50}
+    return [torch.randn(size, generator=draw).to(dtype) for dtype, size in sizes.items()]
+
+
+def add_up_long_rows(parts, bucket_bytes):
+    """Rows of which each rank adds up a chunk; those of the other tests are too short for that."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    tree = TreeSum(add_tensors)
+    for number in Division(rank, world_size, parts, in_turns=False).mine:
+        tree.push(number, long_part(number))
+    like = [torch.zeros_like(one) for one in long_part(0)]
+    return [one.tolist() for one in OrderedSum(like, parts, bucket_bytes, 0).over_ranks(tree)]
+
+
+@pytest.mark.parametrize("bucket_bytes", [500, 2**20])
+@pytest.mark.parametrize(("parts", "world_size"), [(2, 2), (6, 2), (6, 3), (8, 4)])
+def test_each_rank_adds_up_a_chunk_of_long_rows(ranks, parts, world_size, bucket_bytes):
+    alone = add_up_long_rows(parts, bucket_bytes)
+    found = ranks.run(add_up_long_rows, parts, bucket_bytes, world_size=world_size)
+    assert found == [alone] * world_size
+
+
 def add_up_in_turns(parts, whole_bytes):
     return add_up(parts, whole_bytes=whole_bytes, in_turns=True)
 

@@ -23,7 +23,7 @@ REFUSED_BY_FSDP = {
     "fused=True": lambda one: one.optimizer == "fused",
     "Adafactor": lambda one: one.optimizer == "adafactor",
     "skip_nonfinite_grads": lambda one: one.skips_nonfinite,
-    "share a parameter": lambda one: one.tied == "entries",
+    "share the parameter": lambda one: one.tied == "entries",
 }
 
 

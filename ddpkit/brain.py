@@ -33,6 +33,7 @@ from ddpkit.run import (
     adapt_class,
     are_parts_made,
     given_batch_size,
+    given_or_of_class,
     hparams_of_slice,
     is_step_limit_reached,
     run_epochs,
@@ -235,8 +236,8 @@ class Brain(_Typed):
             strategy.place(modules or {}, device),
             SimpleNamespace(**hparams_of_slice(joined_hparams)),
             strategy,
-            opt_class=opt_class,
-            scheduler_class=scheduler_class,
+            opt_class=given_or_of_class(opt_class, own, "opt_class"),
+            scheduler_class=given_or_of_class(scheduler_class, own, "scheduler_class"),
             parts=heard,
         )
         if strategy.has_same_bits():

@@ -30,6 +30,7 @@ from ddpkit.run.prediction_path import (
 )
 from ddpkit.run.recipe_class import (
     adapt_class as adapt_class,
+    given_or_of_class as given_or_of_class,
 )
 from ddpkit.run.run import (
     Run as Run,

@@ -53,7 +53,8 @@ def adapt_class(cls: type[Any], base: type[Any]) -> None:
 
 
 class ValueOfClass:
-    """What a recipe's class has under the name of a property: it counts until the Brain is made.
+    """What a recipe's class has under the name of a property: it counts until the Brain is made,
+    and after that where the Brain was given nothing (``opt_class``, ``scheduler_class``).
 
     Args:
         value: of the class.
@@ -73,6 +74,12 @@ class ValueOfClass:
 
     def __set__(self, brain: Any, value: Any) -> None:
         self._inner.__set__(brain, value)
+
+
+def given_or_of_class(given: Any, cls: type, name: str) -> Any:
+    """Return what a Brain was given under a name; where that is nothing, the value of its class."""
+    found = inspect.getattr_static(cls, name)
+    return found.__get__(None, cls) if given is None and isinstance(found, ValueOfClass) else given
 
 
 def _with_final_gradients(method: Callable[..., Any]) -> Callable[..., Any]:

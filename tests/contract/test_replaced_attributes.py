@@ -4,6 +4,7 @@ uses.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -67,6 +68,16 @@ def test_values_of_the_class_and_early_ones_count_until_the_brain_is_made():
     assert brain.opt_class is not torch.optim.SGD
     assert Early.opt_class is torch.optim.SGD
     assert fit(brain).optimizer_steps == 4
+
+
+def test_what_makes_optimizers_and_schedules_may_be_of_the_class():
+    class Own(Regression):
+        opt_class = functools.partial(torch.optim.SGD, lr=1.0)
+        scheduler_class = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+
+    brain = Own({"net": nn.Linear(3, 1).double()}, run_opts=QUIET)
+    assert fit(brain).optimizer_steps == 4
+    assert brain.optimizer.param_groups[0]["lr"] == 0.5**4
 
 
 def test_the_progress_is_not_replaced():

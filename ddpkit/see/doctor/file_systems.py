@@ -27,6 +27,7 @@ def nearest_folder(path: Path) -> Path:
         path: need not exist.
 
     Example:
+        >>> from pathlib import Path
         >>> str(nearest_folder(Path("/proc/no/such")))
         '/proc'
     """

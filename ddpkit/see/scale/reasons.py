@@ -8,18 +8,21 @@ from ddpkit.run import SliceResult
 from ddpkit.see.amounts import counted, in_bytes
 from ddpkit.see.scale.losses import (
     COMPUTING,
+    Losses,
     earliest_rank,
     has_fewer_threads,
     late_rank,
     losses_of,
 )
 from ddpkit.see.scale.summary import GOOD, TOO_GOOD, Row
-from ddpkit.step_times import DATA, EXCHANGE, OPTIMIZER, OTHER
+from ddpkit.step_times import DATA, EXCHANGE, MOVE, OPTIMIZER, OTHER
 
 #: Gradients of fewer bytes travel as fast as any: what takes time is each message, not its size.
 SMALL_BYTES = 1e6
 #: So large a part of a step, of waiting for data, is told of the smallest size, too.
 MUCH_WAITING = 0.1
+#: Seconds of waiting for data in a step below which loader workers cost more than they bring.
+LEAST_WAITING = 0.001
 
 
 def reason_of(row: Row) -> str:
@@ -41,18 +44,33 @@ def reason_of(row: Row) -> str:
             f"{_processes(row.base)} back, such as other programs. Measure again."
         )
     if row.efficiency >= GOOD or losses.total <= 0:
+        if _waits_for_data(row):
+            return (
+                f"{opening}, {row.word}, but it waits for data as long as {_processes(row.base)}."
+            )
         return f"{opening}, {row.word}. Nothing is lost that is worth a change."
     base = _processes(row.base)
     slower = f" Slower than {base}." if row.speed_up < 1 else ""
-    return f"{opening}.{slower} {_CAUSES[losses.largest](row)}"
+    return f"{opening}.{slower} {_CAUSES[losses.largest](row)}{_also_late(row, losses)}"
+
+
+def _also_late(row: Row, losses: Losses) -> str:
+    """Name a late rank beside a larger cause."""
+    is_much = losses.largest != "late" and losses.late >= MUCH_WAITING * row.slice.step
+    return f" Also, {_late(row)}" if is_much and late_rank(row.slice) is not None else ""
 
 
 def _of_base(row: Row) -> str:
     """Say what holds the smallest size back by itself; nothing, if that is its own computing."""
-    waiting = row.slice.phase(DATA) / row.slice.step
-    if waiting < MUCH_WAITING:
+    if not _waits_for_data(row):
         return ""
+    waiting = row.slice.phase(DATA) / row.slice.step
     return f"{row.name}: {_percent(waiting)} of a step waits for data. {_try_loader(row)}"
+
+
+def _waits_for_data(row: Row) -> bool:
+    waiting = row.slice.phase(DATA)
+    return waiting >= max(LEAST_WAITING, MUCH_WAITING * row.slice.step)
 
 
 # ----------------------------------------------------------------------------------- one cause each
@@ -120,11 +138,12 @@ def _late(row: Row) -> str:
             "Try batches of equal cost (buckets by length), and fewer programs beside it."
         )
     phase, extra = _late_phase(row, rank)
+    meaning = ", which ends where the model is called," if phase == MOVE else ""
     return (
         f"{share} of a step waits for rank {rank}, the last one in "
-        f"{_percent(result.last[rank])} of the steps: its {phase} phase takes "
+        f"{_percent(result.last[rank])} of the steps: its {phase} phase{meaning} takes "
         f"{_milliseconds(extra)} more than that of the others. "
-        "Try `python -m ddpkit doctor`."
+        "Look at what it does there, and at its machine with `python -m ddpkit doctor`."
     )
 
 

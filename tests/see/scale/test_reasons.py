@@ -66,7 +66,20 @@ REASONS = {
         result(2, ranks=[{"exchange": 20.0}, {"forward": 24.0}], last=[0.02, 0.98]),
         (
             "60 % of a step waits for rank 1, the last one in 98 % of the steps: its forward "
-            "phase takes 20 ms more than that of the others. Try `python -m ddpkit doctor`."
+            "phase takes 20 ms more than that of the others. Look at what it does there, and at "
+            "its machine with `python -m ddpkit doctor`."
+        ),
+    ),
+    "a late rank beside a slower exchange": (
+        result(
+            2,
+            ranks=[{"exchange": 20.0}, {"move": 8.0, "exchange": 12.0}],
+            last=[0.0, 1.0],
+            transfer_seconds=0.012,
+        ),
+        (
+            "Also, 24 % of a step waits for rank 1, the last one in 100 % of the steps: its move "
+            "phase, which ends where the model is called, takes "
         ),
     ),
     "ranks that are late by turns": (

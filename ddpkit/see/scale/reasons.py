@@ -45,7 +45,7 @@ def reason_of(row: Row) -> str:
         )
     if row.efficiency >= GOOD or losses.total <= 0:
         if _waits_for_data(row):
-            return f"{opening}, {row.word}, but it waits for data as {_processes(row.base)}."
+            return f"{opening}, {row.word}, but it waits for data, as {_processes(row.base)} did."
         return f"{opening}, {row.word}. Nothing is lost that is worth a change."
     base = _processes(row.base)
     slower = f" Slower than {base}." if row.speed_up < 1 else ""

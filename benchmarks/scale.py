@@ -83,8 +83,9 @@ class Collectives(TorchDispatchMode):
             "broadcast",
             "allgather_base",
             "reduce_scatter_base",
+            "recv",
         }:
-            written = args[0][0] if name == "broadcast" else args[0]
+            written = args[0][0] if name in {"broadcast", "recv"} else args[0]
             if written.is_floating_point():
                 # likewise: what is in new memory
                 written.nan_to_num_(0.0, 0.0, 0.0).clamp_(-1.0, 1.0)
@@ -106,8 +107,10 @@ def sent_by_ring(name: str, args: Any, ranks: int) -> float:
         return size_of([args[1]]) * (ranks - 1)
     if name.startswith(("alltoall", "reduce_scatter")):
         return size_of([args[1]]) * (ranks - 1) / ranks
-    if name == "broadcast":  # handed on; the last one sends nothing
+    if name in {"broadcast", "send"}:  # the first is handed on; the last one sends nothing
         return size_of(args[0])
+    if name == "recv":
+        return 0.0
     raise NotImplementedError(name)
 
 

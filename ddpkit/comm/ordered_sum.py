@@ -3,7 +3,8 @@
 
 Small tensors go to every rank, in one message that also tells which of the tensors a rank has at
 all. Large ones are cut into one chunk for each rank, which adds it up and gives the sum to the
-others (:mod:`ddpkit.comm.piece_sums`).
+others: by pairs of messages between few ranks on CPUs (:mod:`ddpkit.comm.piece_sums`), else by two
+collectives (:mod:`ddpkit.comm.chunk_sums`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.base import waiting
+from ddpkit.comm.chunk_sums import ChunkSums
 from ddpkit.comm.mailbox import control_group
 from ddpkit.comm.piece_sums import AHEAD, PieceSums
 from ddpkit.comm.tensor_rows import ALONE, TensorRow, padded_size, rows_of
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 32 * 2**20  # sent at once between GPUs, of each subtree
 PIECE_BYTES = 8 * 2**20  # between CPUs; smaller ones take more processor time, larger ones memory
+MOST_PAIRED = 8  # ranks that send to each other; above it Python would be busy with their messages
 WHOLE_BYTES = 2**20  # of the subtrees of all ranks, which then go to every rank
 
 
@@ -76,7 +79,11 @@ class OrderedSum:
         self._is_on_cpu = all(tensor.is_cpu for tensor in like)
         if piece_bytes is None:
             piece_bytes = PIECE_BYTES if self._is_on_cpu else BUCKET_BYTES
-        self._pieces = PieceSums(subtrees, piece_bytes)
+        self._piece_bytes = piece_bytes
+        in_pairs = self._is_on_cpu and self.world_size <= MOST_PAIRED
+        self._sums_of_rows: PieceSums | ChunkSums = (
+            PieceSums(subtrees, piece_bytes) if in_pairs else ChunkSums(subtrees)
+        )
         small = self._small_places(whole_bytes // sum(map(len, subtrees)))
         self._whole = _WholeSums(like, small, subtrees) if small else None
         self._large = [place for place in range(len(like)) if place not in set(small)]
@@ -101,7 +108,7 @@ class OrderedSum:
         else:
             sums, present = self._whole.over_ranks(own)
         rows = self._rows(tuple(place for place in self._large if present[place]))
-        self._pieces.add(_joined(rows, own, sums))
+        self._sums_of_rows.add(_joined(rows, own, sums))
         return [
             sums[place].view(tensor.shape) if present[place] else None
             for place, tensor in enumerate(self._like)
@@ -142,7 +149,7 @@ class OrderedSum:
 
     def _rows(self, places: tuple[int, ...]) -> list[TensorRow]:
         if places not in self._known:
-            self._known[places] = list(rows_of(self._like, places, self._pieces.piece_bytes))
+            self._known[places] = list(rows_of(self._like, places, self._piece_bytes))
         return self._known[places]
 
 
@@ -225,6 +232,7 @@ def _joined(
 def bytes_in_sums(
     sizes: Iterable[int],
     subtrees: int,
+    ranks: int,
     *,
     is_on_cpu: bool,
 ) -> float:
@@ -233,18 +241,23 @@ def bytes_in_sums(
     Args:
         sizes: bytes of the tensors.
         subtrees: of this rank.
-        is_on_cpu: where they are.
+        ranks: their number.
+        is_on_cpu: where the tensors are.
 
     Ranks: local.
 
     Example:
-        >>> bytes_in_sums([2**30, 2**10], 1, is_on_cpu=True) == 4 * PIECE_BYTES + 2**10
+        >>> bytes_in_sums([2**30, 2**10], 1, 2, is_on_cpu=True) == 4 * PIECE_BYTES + 2**10
         True
     """
     known = list(sizes)
     piece = PIECE_BYTES if is_on_cpu else BUCKET_BYTES
     copied = sum(size for size in known if size < piece / ALONE)
-    return float(subtrees * min(sum(known), AHEAD * piece) + copied)
+    if is_on_cpu and ranks <= MOST_PAIRED:
+        return float(subtrees * min(sum(known), AHEAD * piece) + copied)
+    row = min(sum(known), max(piece, *known))
+    # of each subtree its row, once more all of them, what comes of them, and the sums
+    return float((3 * subtrees + 1) * row + copied)
 
 
 def _numbers(like: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -286,6 +286,7 @@ class VirtualRanks(Strategy):
             sums = bytes_in_sums(
                 run.gradients.values(),
                 subtrees,
+                run.processes,
                 is_on_cpu=str(run.options["device"]).startswith("cpu"),
             )
         return dataclasses.replace(

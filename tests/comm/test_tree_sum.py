@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpkit.comm import OrderedSum, TreeSum, add_tensors, control_group
+from ddpkit.base import temporarily
+from ddpkit.comm import OrderedSum, TreeSum, add_tensors, control_group, ordered_sum
 from ddpkit.data import Division
 
 SHAPES = [
@@ -88,8 +89,13 @@ def long_part(number):
     return [torch.randn(size, generator=draw).to(dtype) for dtype, size in sizes.items()]
 
 
-def add_up_long_rows(parts, bucket_bytes):
+def add_up_long_rows(parts, bucket_bytes, most_paired=8):
     """Rows of which each rank adds up a chunk; those of the other tests are too short for that."""
+    with temporarily(ordered_sum, MOST_PAIRED=most_paired):
+        return sums_of_long_rows(parts, bucket_bytes)
+
+
+def sums_of_long_rows(parts, bucket_bytes):
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tree = TreeSum(add_tensors)
     for number in Division(rank, world_size, parts, in_turns=False).mine:
@@ -101,9 +107,11 @@ def add_up_long_rows(parts, bucket_bytes):
 @pytest.mark.parametrize("bucket_bytes", [500, 2**20])
 @pytest.mark.parametrize(("parts", "world_size"), [(2, 2), (6, 2), (6, 3), (8, 4)])
 def test_each_rank_adds_up_a_chunk_of_long_rows(ranks, parts, world_size, bucket_bytes):
+    """In pairs of messages, and by collectives as between many ranks."""
     alone = add_up_long_rows(parts, bucket_bytes)
-    found = ranks.run(add_up_long_rows, parts, bucket_bytes, world_size=world_size)
-    assert found == [alone] * world_size
+    for most in (8, 1):
+        found = ranks.run(add_up_long_rows, parts, bucket_bytes, most, world_size=world_size)
+        assert found == [alone] * world_size
 
 
 def add_up_in_turns(parts, whole_bytes):

@@ -77,15 +77,15 @@ class Collectives(TorchDispatchMode):
             self.counts[name] += 1
             self.sent += sent_by_ring(name, args, self.ranks)
         result = function(*args, **(kwargs or {}))
-        if function.namespace == "c10d" and name.startswith("alltoall"):
-            args[0].view(torch.float32).fill_(1.0)  # the fake group writes nothing there
+        if function.namespace == "c10d" and name.startswith(("alltoall", "recv")):
+            came = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            came.view(torch.float32).fill_(1.0)  # the fake group writes nothing there
         elif function.namespace == "c10d" and name in {
             "broadcast",
             "allgather_base",
             "reduce_scatter_base",
-            "recv",
         }:
-            written = args[0][0] if name in {"broadcast", "recv"} else args[0]
+            written = args[0][0] if name == "broadcast" else args[0]
             if written.is_floating_point():
                 # likewise: what is in new memory
                 written.nan_to_num_(0.0, 0.0, 0.0).clamp_(-1.0, 1.0)

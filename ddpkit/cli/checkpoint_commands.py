@@ -193,10 +193,12 @@ def command_show(options: argparse.Namespace) -> int:
         say(f"  damaged   {printable(reason)}")
     for name in sorted(row.meta.keys() - OWN_META, key=str):
         say(f"  meta      {printable(name)}: {value_text(row.meta[name], 400)}")
-    with tempfile.TemporaryDirectory(prefix="ddpkit-") as copies:
-        if url:
+    if not url:
+        _say_files(row, row.path, options)
+    else:
+        with tempfile.TemporaryDirectory(prefix="ddpkit-") as copies:
             small_files(url, row, Path(copies))
-        _say_files(row, Path(copies) if url else row.path, options)
+            _say_files(row, Path(copies), options)
     return 1 if row.reasons else 0
 
 

@@ -104,8 +104,8 @@ def rows_of(
 
     Example:
         >>> like = [torch.zeros(size) for size in (10, 1000, 10, 10)]
-        >>> [row.row_bytes for row in rows_of(like, range(4), 100)]
-        [4000, 128, 64]
+        >>> [row.row_bytes for row in rows_of(like, range(4), 1000)]
+        [4000, 192]
     """
     open_rows: dict[Any, tuple[int, list[int]]] = defaultdict(lambda: (0, []))
     for place in places:

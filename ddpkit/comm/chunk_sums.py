@@ -61,7 +61,8 @@ class ChunkSums:
         first = parts[0]
         item = first.element_size()
         unit = max(1, ALIGNED_BYTES // item)
-        chunk = -(-len(first) // (world_size * unit)) * unit
+        units = -(-len(first) // (world_size * unit))
+        chunk = units * unit
         missing = first.new_zeros(world_size * chunk - len(first))
         padded = [torch.cat([part, missing]).view(world_size, chunk) for part in parts]
         sent = torch.cat(padded, 1).view(-1)

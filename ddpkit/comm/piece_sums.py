@@ -91,7 +91,8 @@ class PieceSums:
         coming: deque[_Piece] = deque()
         returning: list[Any] = []
         # a message for each subtree, and one for the sum
-        tags = 1 + max(map(len, self._subtrees))
+        most_subtrees = max(map(len, self._subtrees))
+        tags = 1 + most_subtrees
         for number, parts in enumerate(self._pieces(rows)):
             coming.append(self._send_parts(parts, number * tags))
             if len(coming) == AHEAD:
@@ -117,13 +118,15 @@ class PieceSums:
         world_size = len(self._subtrees)
         size = len(parts[0])
         unit = max(1, ALIGNED_BYTES // parts[0].element_size())
-        each = -(-size // (world_size * unit)) * unit
+        units = -(-size // (world_size * unit))
+        each = units * unit
         bounds = [min(size, each * number) for number in range(world_size + 1)]
         piece = _Piece(parts, bounds, {}, [], tag)
         transfers = []
         for other in self._others():
             for place, part in enumerate(parts):
-                transfers += _transfer(dist.isend, piece.chunk(part, other), other, tag + place)
+                chunk = piece.chunk(part, other)
+                transfers += _transfer(dist.isend, chunk, other, tag + place)
             for place in range(len(self._subtrees[other])):
                 received = torch.empty_like(piece.chunk(parts[0], rank))
                 piece.came[other, place] = received
@@ -149,7 +152,8 @@ class PieceSums:
             tree.push(number, piece.came[rank, place], level)
         tree.total()  # is written into `own`, which takes part in the last addition
         transfers = []
-        tag = piece.tag + max(map(len, self._subtrees))
+        most_subtrees = max(map(len, self._subtrees))
+        tag = piece.tag + most_subtrees
         for other in self._others():
             chunk = piece.chunk(piece.parts[0], other)
             transfers += _transfer(dist.isend, own, other, tag)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ddpkit.errors import ObjectStoreError
 from ddpkit.object_store.failures import codes_of, explained
 from ddpkit.object_store.filesystem import NOTHING, kind_of, open_filesystem
+from ddpkit.object_store.limits import limited
 from ddpkit.object_store.repetition import repeated
 from ddpkit.object_store.url import joined, shown_url
 
@@ -72,7 +73,11 @@ class Objects:
             FileNotFoundError: there is no such object.
             ObjectStoreError: the store cannot be asked.
         """
-        return self._ask(f"read {name}", lambda: bytes(self._filesystem.cat_file(self._path(name))))
+
+        def request() -> bytes:
+            return bytes(self._limited(self._filesystem.cat_file, self._path(name)))
+
+        return self._ask(f"read {name}", request)
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return some bytes of an object.
@@ -83,9 +88,11 @@ class Objects:
         """
 
         def request() -> bytes:
-            data = self._filesystem.cat_file(self._path(name), start=start, end=end)
-            if len(data) != end - start:
-                raise ShortReadError(f"{len(data)} bytes instead of {end - start}")
+            read = self._filesystem.cat_file
+            asked = end - start
+            data = self._limited(read, self._path(name), size=asked, start=start, end=end)
+            if len(data) != asked:
+                raise ShortReadError(f"{len(data)} bytes instead of {asked}")
             return bytes(data)
 
         return self._ask(f"read bytes {start} to {end} of {name}", request)
@@ -100,7 +107,7 @@ class Objects:
         def request() -> int | None:
             self._filesystem.invalidate_cache()
             try:
-                found = self._filesystem.info(self._path(name))
+                found = self._limited(self._filesystem.info, self._path(name))
             except FileNotFoundError:
                 return None
             return int(found["size"]) if found["type"] == "file" else None
@@ -124,7 +131,7 @@ class Objects:
             self._filesystem.invalidate_cache()
             path = self._path(prefix) if prefix else self._folder
             try:
-                found = self._filesystem.find(path, detail=True)
+                found = self._limited(self._filesystem.find, path, detail=True)
             except FileNotFoundError as error:
                 if is_missing_bucket(error):
                     raise explained(self.url, "list it", error) from error
@@ -142,7 +149,11 @@ class Objects:
         Raises:
             ObjectStoreError: the store cannot be asked.
         """
-        self._change(f"write {name}", lambda: self._filesystem.pipe_file(self._path(name), data))
+
+        def request() -> None:
+            self._limited(self._filesystem.pipe_file, self._path(name), data, size=len(data))
+
+        self._change(f"write {name}", request)
 
     def create(self, name: str, data: bytes) -> None:
         """Write a small object if there is none of this name; a store with ``kind.creates`` decides
@@ -155,7 +166,7 @@ class Objects:
 
         def request() -> None:
             try:
-                self._filesystem.pipe_file(self._path(name), data, mode="create")
+                self._limited(self._filesystem.pipe_file, self._path(name), data, mode="create")
             except OSError as error:
                 if is_refused_condition(error):
                     raise FileExistsError(name) from error
@@ -173,7 +184,8 @@ class Objects:
 
         def request() -> None:
             options = self.kind.send_options(size)
-            self._filesystem.put_file(str(path), self._path(name), **options)
+            put = self._filesystem.put_file
+            self._limited(put, str(path), self._path(name), size=size, **options)
 
         self._change(f"write {name} of {size} bytes", request)
         found = self.size(name)
@@ -191,7 +203,7 @@ class Objects:
 
         def request() -> None:
             with contextlib.suppress(FileNotFoundError):
-                self._filesystem.rm_file(self._path(name))
+                self._limited(self._filesystem.rm_file, self._path(name))
 
         self._change(f"delete {name}", request)
 
@@ -206,7 +218,8 @@ class Objects:
         bucket, key, _ = self._filesystem.split_path(f"{self._folder}/")
 
         def request() -> list[tuple[str, str]]:
-            found = self._filesystem.call_s3(
+            found = self._limited(
+                self._filesystem.call_s3,
                 "list_multipart_uploads",
                 Bucket=bucket,
                 Prefix=key,
@@ -226,7 +239,7 @@ class Objects:
 
         def request() -> None:
             with contextlib.suppress(FileNotFoundError):
-                self._filesystem.abort_mpu(bucket, key, upload)
+                self._limited(self._filesystem.abort_mpu, bucket, key, upload)
 
         self._change(f"end the upload of {name}", request)
 
@@ -241,6 +254,15 @@ class Objects:
     def _is_placeholder(self, name: str) -> bool:
         """Return whether an object only stands for a folder, as consoles of stores make them."""
         return not name or name.endswith("/") or name == self._folder
+
+    def _limited(
+        self,
+        request: Callable[..., T],
+        *arguments: object,
+        size: int = 0,
+        **options: Any,
+    ) -> T:
+        return limited(self._filesystem, request, *arguments, size=size, **options)
 
     def _ask(self, doing: str, request: Callable[[], T]) -> T:
         return repeated(request, self.url, doing)

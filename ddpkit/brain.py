@@ -133,7 +133,8 @@ class Brain(_Typed):
             starts.
         opt_class: called with all parameters, frozen ones too, which may be unfrozen later; returns
             an optimizer. (With ``remove_vector_weight_decay``, called with two groups of the
-            trainable ones.)
+            trainable ones.) It may stand in the recipe's class instead, as an attribute
+            ``opt_class``; what is given here wins.
         hparams: whatever the YAML holds; reachable as ``self.hparams.name``. Run options in it
             count as defaults.
         run_opts: a :class:`~ddpkit.run_opts.RunOptions` or a dict; wins over ``hparams``.
@@ -144,7 +145,7 @@ class Brain(_Typed):
             scheduler. A function is called with both; a class with the optimizer, and with the
             number if it has a parameter ``total_steps`` or ``T_max``
             (:func:`~ddpkit.optim.make_schedule`). It is made once, with the optimizer, and the
-            Brain steps it.
+            Brain steps it. It may stand in the recipe's class instead, too.
         parts: features in objects of their own (:class:`~ddpkit.parts.Part`), which hear events in
             this order; those of the key ``parts`` in ``hparams`` come before them.
 
@@ -668,6 +669,9 @@ class Brain(_Typed):
         Args:
             max_key: the checkpoint with the highest value of this key.
             min_key: the checkpoint with the lowest.
+
+        Raises:
+            CheckpointUsageError: there are checkpoints, and none has the key.
         """
         self.__run.initial_weights.begin_evaluation()
         if is_on_meta(self.modules):
@@ -1034,6 +1038,8 @@ class Brain(_Typed):
             by name.
 
         Raises:
+            CheckpointUsageError: there are checkpoints, and none has the key. Without any
+                checkpoint the weights in memory are evaluated, with a warning.
             ConfigError: called inside ``fit`` of the same Brain, where it would recover other
                 weights, unless ``on_evaluate_start`` is overridden; or in a training batch.
         """
@@ -1092,6 +1098,7 @@ class Brain(_Typed):
 
         Raises:
             BatchError: the output of a batch cannot be split into one output per sample.
+            CheckpointUsageError: there are checkpoints, and none has the key.
             ConfigError: called inside ``fit`` of a Brain with a checkpointer, where it would
                 recover other weights; or in a training batch.
             RunStopped: a signal or the time limit has asked for the end.

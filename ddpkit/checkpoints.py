@@ -19,7 +19,6 @@ saver is registered with ``saveon_main_only=False``, every rank must take part i
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import os
 import time
@@ -93,6 +92,7 @@ from ddpkit.checkpointing import (
     torch_recovery,
     torch_save,
     whole_state_dict,
+    words_of_keys,
 )
 from ddpkit.comm import failures_of
 from ddpkit.distributed import get_world_size, if_main_process
@@ -571,17 +571,12 @@ class Checkpointer:
         """Warn that no checkpoint has a key, and name those that there are."""
         if not if_main_process():
             return
-        metas = [checkpoint.meta for checkpoint in self._damage_log.scan(self.checkpoints_dir)]
-        keys = sorted({str(name) for meta in metas for name in meta} - {"unixtime", "end-of-epoch"})
-        near = [] if key in keys else difflib.get_close_matches(key, keys, n=1)
-        there = f"The keys are: {', '.join(map(repr, keys))}." if keys else "None has a key."
+        there = self._damage_log.scan(self.checkpoints_dir)
         logger.warning(
-            "No checkpoint in %s has %r in its meta: nothing is loaded, and all stays as it is. "
-            "%s%s",
+            "No checkpoint in %s has %r in its meta: nothing is loaded, and all stays as it is. %s",
             shown_path(self.checkpoints_dir),
             key,
-            there if metas else "There are no checkpoints.",
-            f" Did you mean {near[0]!r}?" if near else "",
+            words_of_keys(there, key) if there else "There are no checkpoints.",
         )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:

@@ -97,6 +97,7 @@ from ddpkit.checkpointing.selection import (
     Retention as Retention,
     Selection as Selection,
     ranked as ranked,
+    words_of_keys as words_of_keys,
 )
 from ddpkit.checkpointing.shard_saving import (
     ShardSaving as ShardSaving,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddpkit.checkpointing.checkpoint import Checkpoint, as_number, ckpt_recency
+from ddpkit.checkpointing.checkpoint import OWN_META, Checkpoint, as_number, ckpt_recency
 from ddpkit.errors import ConfigError
 
 ImportanceKey = Callable[[Checkpoint], Any]
@@ -172,6 +173,34 @@ def ranked(checkpoints: Iterable[Checkpoint], selection: Selection) -> list[Chec
         key=order,
         reverse=True,
     )
+
+
+def words_of_keys(checkpoints: Iterable[Checkpoint], key: str) -> str:
+    """Return a sentence or two that name the keys by which checkpoints can be ranked.
+
+    Args:
+        checkpoints: which there are.
+        key: that none of them has; a key that is nearly the same is offered.
+
+    Example:
+        >>> from pathlib import Path
+        >>> saved = Checkpoint(Path("CKPT+a"), {"unixtime": 1.0, "loss": 2.0, "who": "me"}, {})
+        >>> words_of_keys([saved], "los")
+        "The keys with numbers are: 'loss'. Did you mean 'loss'?"
+    """
+    keys = sorted(
+        {
+            name
+            for checkpoint in checkpoints
+            for name, value in checkpoint.meta.items()
+            if name not in OWN_META and not isinstance(value, bool) and as_number(value) is not None
+        }
+    )
+    if not keys:
+        return "None has a key with a number."
+    near = difflib.get_close_matches(key, keys, n=1)
+    words = f"The keys with numbers are: {', '.join(map(repr, keys))}."
+    return f"{words} Did you mean {near[0]!r}?" if near else words
 
 
 def deletable(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:

@@ -36,13 +36,14 @@ from ddpkit.checkpointing import (
     get_default_hook,
     require_shared_folder,
     safe_load,
+    words_of_keys,
 )
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import EXIT_DELAY
 from ddpkit.distributed import alone, exchange, get_rank, get_world_size, run_on_main
-from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from ddpkit.launch import find_slice
-from ddpkit.logger import get_logger
+from ddpkit.logger import get_logger, shown_path
 from ddpkit.mirror import mirror_holding
 from ddpkit.options import OPTION_BY_NAME
 from ddpkit.run.brain_file import INTRA_EPOCH_KEY
@@ -676,6 +677,9 @@ class CheckpointPolicy:
 
         Returns:
             What was loaded, or None.
+
+        Raises:
+            CheckpointUsageError: there are checkpoints, and none has the key; on every rank.
         """
         checkpointer = self.checkpointer
         resume = self.context.options.resume
@@ -687,6 +691,8 @@ class CheckpointPolicy:
             logger.announce("--resume=%s: this checkpoint is evaluated.", resume)
             with temporarily(checkpointer, resume=resume):
                 return checkpointer.recover_if_possible()
+        if key := max_key or min_key:
+            _require_key(checkpointer, key, "max_key" if max_key else "min_key")
         return checkpointer.recover_if_possible(max_key=max_key, min_key=min_key)
 
     def newest(self) -> Path | None:
@@ -815,6 +821,29 @@ def _require_checkpointer(checkpointer: Any) -> Checkpointer | None:
 
 def _recoverables(checkpointer: Checkpointer | None) -> Mapping[str, Any]:
     return {} if checkpointer is None else checkpointer.recoverables
+
+
+def _require_key(checkpointer: Checkpointer, key: str, argument: str) -> None:
+    """Refuse a key that no checkpoint has.
+
+    ``recover_if_possible`` warns and loads nothing, as recipes that call it expect. For an
+    evaluation that would mean other weights than those that were asked for.
+    """
+    words = checkpoint_work_on_main(_words_if_missing, checkpointer, key)
+    if words:
+        raise CheckpointUsageError(
+            f"{argument}={key!r}: no checkpoint in {shown_path(checkpointer.checkpoints_dir)} has "
+            f"{key!r} in its meta, so none can be the best by it. {words} Name one of them, or "
+            f"leave {argument} out: then the newest checkpoint is taken."
+        )
+
+
+def _words_if_missing(checkpointer: Checkpointer, key: str) -> str:
+    """Return what to say of the keys if there are checkpoints without this one; else nothing."""
+    there = checkpointer.list_checkpoints()
+    if not there or any(key in checkpoint.meta for checkpoint in there):
+        return ""
+    return words_of_keys(there, key)
 
 
 def _newest(checkpointer: Checkpointer) -> Path | None:

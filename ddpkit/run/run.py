@@ -313,6 +313,7 @@ class Run:
             min_key: the checkpoint with the lowest; without either, the newest.
 
         Raises:
+            CheckpointUsageError: there are checkpoints, and none has the key.
             ConfigError: ``evaluate_ema``, and the checkpoint has no average.
         """
         found = self.policy.recover_for_evaluation(max_key, min_key)

@@ -936,9 +936,11 @@ def test_a_key_that_no_checkpoint_has_is_worth_a_warning(checkpointer, caplog):
     assert checkpointer.recover_if_possible(min_key="eror") is None
     assert caplog.records[-1].levelname == "WARNING"
     assert "has 'eror' in its meta: nothing is loaded" in caplog.messages[-1]
-    assert caplog.messages[-1].endswith(" The keys are: 'error'. Did you mean 'error'?")
+    assert caplog.messages[-1].endswith(
+        " The keys with numbers are: 'error'. Did you mean 'error'?"
+    )
     assert checkpointer.recover_if_possible(max_key="accuracy") is None
-    assert caplog.messages[-1].endswith(" The keys are: 'error'.")
+    assert caplog.messages[-1].endswith(" The keys with numbers are: 'error'.")
 
 
 def test_without_checkpoints_there_is_no_key_to_name(checkpointer, caplog):

@@ -33,7 +33,7 @@ from ddpkit.control import Requests
 from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import control_group, if_main_process, run_on_main
 from ddpkit.epoch_loop import EpochCounter, EpochCounterWithStopper
-from ddpkit.errors import NonFiniteLossError
+from ddpkit.errors import CheckpointUsageError, NonFiniteLossError
 from ddpkit.run.intra_epoch_saves import IntraEpochSaves
 from ddpkit.seed import seed_everything
 from ddpkit.syncbn import SyncBatchNorm
@@ -1012,6 +1012,31 @@ def test_one_sided_calls_in_on_stage_end(ranks, tmp_path):
         "CKPT+epoch2",
     ]
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 10
+
+
+def evaluate_by_a_key_that_is_not_there(folder):
+    brain = make(Regression, folder=folder)
+    evaluated = []
+    brain.evaluate_batch = lambda batch, stage: evaluated.append(stage) or torch.zeros(())
+    told = []
+    for calls in (brain.evaluate, brain.predict):
+        try:
+            calls(points(3), max_key="los")
+        except CheckpointUsageError as error:
+            told.append(str(error))
+    return told, evaluated
+
+
+def test_a_key_that_no_checkpoint_has_ends_an_evaluation_on_every_rank(ranks, tmp_path):
+    Checkpointer(tmp_path, {}).save_checkpoint(meta={"loss": 1.0, "who": "a", "done": True})
+    for told, evaluated in ranks.run(evaluate_by_a_key_that_is_not_there, tmp_path):
+        assert evaluated == []
+        assert told[0] == told[1]
+        assert told[0] == (
+            f"max_key='los': no checkpoint in {tmp_path} has 'los' in its meta, so none can be the "
+            "best by it. The keys with numbers are: 'loss'. Did you mean 'loss'? Name one of them, "
+            "or leave max_key out: then the newest checkpoint is taken."
+        )
 
 
 class AsksMain(Regression):

@@ -25,7 +25,8 @@ examples:
   torchrun --nproc_per_node=4 -m ddpkit doctor                   as the launcher starts a run
   srun python -m ddpkit doctor --output_folder /scratch/results  on all nodes of a job of Slurm
   python -m ddpkit doctor --output_folder s3://bucket/run        with the store that keeps a run
-  python -m ddpkit doctor --recipe train.py hparams.yaml -- --batch_size=8    with the data of a recipe
+  python -m ddpkit doctor --recipe train.py                      with the loader of a recipe
+  python -m ddpkit doctor --recipe train.py hparams.yaml -- --batch_size=8    that has a YAML, and options
 """  # noqa: E501
 
 
@@ -48,7 +49,7 @@ def run(words: Sequence[str]) -> int:
     """
     words = list(words)
     split = words.index("--") if "--" in words else len(words)
-    options = _parser().parse_args(words[:split])
+    options = _options(words[:split])
     from ddpkit.see import Request, run_doctor, run_ranks
 
     if options.nproc is not None:
@@ -66,6 +67,25 @@ def run(words: Sequence[str]) -> int:
         ),
         say,
     )
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    """Read the options; what looks like the recipe's own is refused with the command as it should
+    be.
+    """
+    parser = _parser()
+    options, unknown = parser.parse_known_args(words)
+    files, more = options.recipe[:2], options.recipe[2:]
+    misplaced = [*more, *unknown]
+    if misplaced and files:
+        command = f"{PROGRAM} --recipe {' '.join(files)} -- {' '.join(misplaced)}"
+        parser.error(
+            f"--recipe takes a script and its YAML file, if it has one. If "
+            f"{' '.join(misplaced)} is for the recipe, it stands after --: {command}"
+        )
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
 def _without_nproc(words: Sequence[str]) -> list[str]:
@@ -93,10 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=natural, metavar="N", help="loader processes of each rank")
     add(
         "--recipe",
-        nargs=2,
+        nargs="+",
         default=[],
         metavar=("SCRIPT", "HPARAMS"),
-        help="a recipe: its folder, loader and data; overrides stand after --",
+        help="a recipe, with its YAML if it has one: its folder, loader and data; its own options "
+        "stand after --",
     )
     add(
         "--timeout",

@@ -26,7 +26,7 @@ from ddpkit.see.doctor.machine import Machine
 from ddpkit.see.doctor.order import CHECKS
 from ddpkit.see.doctor.planned_run import PlannedRun
 from ddpkit.see.doctor.ranks import Ranks, open_ranks
-from ddpkit.see.doctor.recipe_plan import RecipePlan, plan_of
+from ddpkit.see.doctor.recipe_plan import RecipePlan, parameter_file, plan_of
 
 NEEDED = "psutil"
 UNNAMED_LAUNCHERS = ("none", "environment")  # no launcher, and --nproc or variables set by hand
@@ -40,7 +40,7 @@ class Request:
         device: ``"cpu"`` or a kind of accelerator; None: what is there.
         output_folder: where the run would write, a path or a URL; None: as the recipe says, else
             the present one.
-        recipe: script, parameter file and overrides.
+        recipe: script, parameter file if it has one, and overrides.
         workers: loader processes of each rank; None: as the recipe says.
         timeout: seconds to wait for a rank.
         with_pairs: whether to measure pairs of hosts, or of ranks, whatever all together reach.
@@ -122,17 +122,18 @@ def check_recipe(recipe: Sequence[str]) -> None:
     """Raise where a file of the recipe is not there.
 
     Args:
-        recipe: script, parameter file and overrides.
+        recipe: script, parameter file if it has one, and overrides.
 
     Raises:
-        ConfigError: one of the two files is missing.
+        ConfigError: one of the files is missing.
 
     Ranks: local.
     """
-    for file in recipe[:2]:
+    for file in (*recipe[:1], *parameter_file(recipe)):
         if not Path(file).is_file():
             raise ConfigError(
-                f"--recipe: there is no file {file!r}. Give the script and its YAML file."
+                f"--recipe: there is no file {file!r}. Give the script, and its YAML file if it "
+                "has one: --recipe train.py hparams.yaml. Its own options stand after --."
             )
 
 

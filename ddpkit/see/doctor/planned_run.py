@@ -19,7 +19,7 @@ class PlannedRun:
         device: ``"cpu"`` or the kind of accelerator, such as ``"cuda"``.
         output_folder: where the run would write; it need not be there yet.
         output_url: of a folder in a store, in which the run would keep that; empty: of a disk.
-        recipe: script, parameter file and overrides of ``--recipe``; empty without.
+        recipe: script, parameter file if it has one, and overrides of ``--recipe``; empty without.
         workers: loader processes of each rank; None where nothing says it.
         timeout: seconds after which a rank that does not answer is given up.
         with_pairs: whether pairs of ranks are measured even if all together are fast.

@@ -29,11 +29,24 @@ class RecipePlan:
     workers: int | None = None
 
 
+def parameter_file(recipe: Sequence[str]) -> Sequence[str]:
+    """Return the parameter file of a recipe; nothing where it has none.
+
+    Args:
+        recipe: script, parameter file if it has one, and overrides.
+
+    Example:
+        >>> parameter_file(["train.py", "hparams.yaml", "--seed=1"]), parameter_file(["train.py"])
+        (['hparams.yaml'], [])
+    """
+    return [word for word in recipe[1:2] if not word.startswith("--")]
+
+
 def plan_of(recipe: Sequence[str]) -> RecipePlan:
     """Read the parameter file with its overrides.
 
     Args:
-        recipe: script, parameter file and overrides, such as ``--num_workers=4``.
+        recipe: script, parameter file if it has one, and overrides, such as ``--num_workers=4``.
 
     Raises:
         ConfigError: it cannot be read.
@@ -42,13 +55,14 @@ def plan_of(recipe: Sequence[str]) -> RecipePlan:
         >>> plan_of(())
         RecipePlan(output_folder='', workers=None)
     """
-    if not recipe:
+    files = parameter_file(recipe)
+    if not files:
         return RecipePlan()
     import yaml
     from hyperpyyaml import resolve_references
     from ruamel.yaml.error import YAMLError  # of HyperPyYAML's own parser
 
-    file = Path(recipe[1])
+    file = Path(files[0])
     try:
         with file.open(encoding="utf-8") as stream:
             text = resolve_references(stream, _overrides(recipe[2:])).getvalue()

@@ -183,16 +183,27 @@ def test_one_process_on_each_of_several_nodes_is_a_problem(monkeypatch):
 
 @pytest.mark.parametrize(
     "words",
-    [["--workers", "-1"], ["--no-such-option"], ["--recipe", "train.py"]],
+    [["--workers", "-1"], ["--no-such-option"], ["--recipe"]],
 )
 def test_wrong_words_are_refused(words):
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", *words])
 
 
-def test_a_recipe_that_is_not_there_is_an_error(capsys):
-    assert main(["doctor", "--recipe", "no.py", "no.yaml"]) == 1
+@pytest.mark.parametrize("words", [["no.py", "no.yaml"], ["no.py"], ["no.py", "--", "--seed=1"]])
+def test_a_recipe_that_is_not_there_is_an_error(words, capsys):
+    """It needs no YAML: what is missed is the script."""
+    assert main(["doctor", "--recipe", *words]) == 1
     assert "there is no file 'no.py'" in capsys.readouterr().err
+
+
+def test_options_of_a_recipe_in_the_wrong_place_are_told_with_the_right_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--recipe", "train.py", "hparams.yaml", "--batch_size", "8"])
+    assert capsys.readouterr().err.endswith(
+        "it stands after --: python -m ddpkit doctor --recipe train.py hparams.yaml -- "
+        "--batch_size 8\n"
+    )
 
 
 @pytest.mark.launch

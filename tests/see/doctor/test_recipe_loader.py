@@ -43,8 +43,10 @@ RECIPE = """
             Path("trained").touch()
 
     file, run_opts, overrides = ddpkit.parse_arguments()
-    hparams = ddpkit.load_hparams(file, overrides)
-    ddpkit.create_experiment_directory(hparams["output_folder"], file, overrides)
+    hparams = {"workers": 0, "seconds_of_a_sample": 0.0, "seconds_of_a_step": 0.02}
+    if file:
+        hparams = ddpkit.load_hparams(file, overrides)
+        ddpkit.create_experiment_directory(hparams["output_folder"], file, overrides)
     brain = Brain({"net": torch.nn.Linear(4, 1)}, lambda p: torch.optim.SGD(p, lr=0.1), hparams, run_opts)
     brain.fit(range(1, 3), Data(), train_loader_kwargs={"batch_size": 4, "num_workers": hparams["workers"]})
 """  # noqa: E501
@@ -62,9 +64,9 @@ def doctor(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(RECIPE))
     (tmp_path / "hparams.yaml").write_text(textwrap.dedent(YAML))
 
-    def run(*words, values=()):
+    def run(*words, files=("train.py", "hparams.yaml"), values=()):
         command = python("-m", "ddpkit", "doctor", "--device=cpu", "--json", *words)
-        command += ["--recipe", "train.py", "hparams.yaml", "--", *values]
+        command += ["--recipe", *files, "--", *values]
         done = Run(command, tmp_path, {"OMP_NUM_THREADS": "1"}, name="../run", warm=True).wait(180)
         assert {path.name for path in tmp_path.iterdir()} == {"train.py", "hparams.yaml"}, (
             "nothing is written"
@@ -97,8 +99,10 @@ def test_how_many_workers_would_do(doctor):
 
 
 @pytest.mark.slow
-def test_a_fast_loader_is_well(doctor):
-    found, _ = doctor()
+@pytest.mark.parametrize("files", [("train.py", "hparams.yaml"), ("train.py",)])
+def test_a_fast_loader_is_well(doctor, files):
+    """The second recipe has no YAML."""
+    found, _ = doctor(files=files)
     assert found["verdict"] in {"ok", "look"}, (
         "on busy cores a step waits, whatever the loader does"
     )
@@ -150,7 +154,7 @@ def test_a_number_of_workers_that_would_do_is_named():
         PROBLEM,
         "400 samples/s with 0 workers; 60 % of a step waits for data",
     )
-    assert slow.advice == "num_workers: 2 would do, in the loader's arguments of the YAML file."
+    assert slow.advice == "num_workers: 2 would do, in the arguments of the loader."
     assert slow.cost == "steps take 2.5 times as long as they could"
     assert slow.lines[1].split() == ["0", "400", "the", "recipe's"]
 

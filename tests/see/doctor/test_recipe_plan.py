@@ -36,6 +36,10 @@ def test_folder_and_workers_come_from_the_file_and_its_overrides(recipe):
     assert plan.output_folder == "other"
 
 
+def test_a_recipe_without_a_file_says_nothing():
+    assert plan_of(("train.py", "--seed=1")) == plan_of(())
+
+
 def test_a_file_that_says_neither_leaves_both_open(tmp_path):
     (tmp_path / "hparams.yaml").write_text("lr: 0.1\n")
     plan = plan_of(("train.py", str(tmp_path / "hparams.yaml")))

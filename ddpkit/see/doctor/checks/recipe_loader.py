@@ -235,7 +235,7 @@ def _advice(speed: LoaderSpeed, numbers: Sequence[int]) -> str:
     enough = speed.enough
     best = speed.best
     if enough is not None and enough != speed.own:
-        return f"num_workers: {enough} would do, in the loader's arguments of the YAML file."
+        return f"num_workers: {enough} would do, in the arguments of the loader."
     if best == speed.own:
         return f"Of {', '.join(map(str, numbers))} workers none is faster. {CHEAPER}"
     gain = speed.rates[best] / speed.rates[speed.own]

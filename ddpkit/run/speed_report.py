@@ -200,6 +200,15 @@ class SpeedReport:
         finally:
             self._since += time.monotonic() - began
 
+    def tell_if_nothing_found(self) -> None:
+        """At the end of a training without a verdict, say so, and on what figures that rests.
+
+        Ranks: all; the main process tells.
+        """
+        words = self._verdicts.words_if_nothing_found() if if_main_process() else ""
+        if words:
+            logger.info("%s", words)
+
     def stop(self) -> None:
         """Measure nothing any more, whatever has ended the call of ``fit``; nothing is exchanged.
 

@@ -169,6 +169,7 @@ class StageRunner:
         try:
             with self.observers.session():
                 yield
+            self.speed.tell_if_nothing_found()
         finally:
             self.context.progress.end_fit()
             self.speed.stop()

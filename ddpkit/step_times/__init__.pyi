@@ -48,6 +48,7 @@ from ddpkit.step_times.step_timer import (
 from ddpkit.step_times.verdicts import (
     Verdict as Verdict,
     VerdictFinder as VerdictFinder,
+    words_of_no_verdict as words_of_no_verdict,
 )
 from ddpkit.step_times.window_times import (
     WindowTimes as WindowTimes,

@@ -60,6 +60,28 @@ def test_a_run_without_a_fault_has_no_verdict(world_size):
     assert verdicts_of([without_windows(second) for second in seconds]) == []
 
 
+@pytest.mark.parametrize(
+    ("world_size", "waits"),
+    [(1, "2 % of it waited for data."), (2, "2 % of it waited for data, 4 % for the other ranks.")],
+)
+def test_a_run_without_a_verdict_says_so_and_on_what_figures_that_rests(world_size, waits):
+    finder = VerdictFinder()
+    assert verdicts_of(Run(world_size, noise=0.01).seconds(3), finder) == []
+    assert finder.words_if_nothing_found() == "", "too little to look at"
+    assert verdicts_of(Run(world_size, noise=0.01).seconds(22), finder) == []
+    step = {1: "100 ms", 2: "105 ms"}[world_size]
+    assert finder.words_if_nothing_found() == (
+        f"No verdict: nothing stood out in 22 s of training. A step took {step}; {waits}"
+    )
+    assert finder.words_if_nothing_found() == "", "it is said once"
+
+
+def test_after_a_verdict_it_is_not_said_that_nothing_stood_out():
+    finder = VerdictFinder()
+    assert verdicts_of(Run(2, late={(1, "forward"): 0.1}).seconds(10), finder)
+    assert finder.words_if_nothing_found() == ""
+
+
 def test_a_rank_that_is_late_now_and_then_is_not_named():
     run = Run(2)
     seconds = []
@@ -124,6 +146,7 @@ def test_a_slow_loader_of_all_ranks_is_no_late_rank():
     assert found[0].share == pytest.approx(0.112 / 0.216, rel=0.05)
     assert "with num_workers=2" in found[0].how_much
     assert "more than num_workers=2" in found[0].advice
+    assert "doctor --recipe SCRIPT [YAML]` measures the loader alone" in found[0].advice
     delivered = 16 / 0.216
     possible = 16 / 0.104
     assert f"delivers {delivered:.3g}"[:-1] in found[0].how_much

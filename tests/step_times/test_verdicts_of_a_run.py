@@ -20,6 +20,16 @@ def ones(samples):
     return torch.ones(len(samples), 4)
 
 
+def test_a_training_in_which_nothing_stood_out_says_so_at_its_end(caplog, monkeypatch):
+    monkeypatch.setattr(VerdictFinder, "words_if_nothing_found", lambda finder: "No verdict.")
+    options = {"device": "cpu", "noprogressbar": True}
+    make_sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    brain = Squares({"net": nn.Linear(4, 4)}, make_sgd, run_opts=options)
+    with caplog.at_level(logging.INFO):
+        brain.fit([1], range(8), train_loader_kwargs={"batch_size": 2, "collate_fn": ones})
+    assert [record.getMessage() for record in caplog.records].count("No verdict.") == 1
+
+
 @pytest.mark.corner
 @pytest.mark.parametrize(("measured", "said"), [("all", 1), ("off", 0)])
 def test_a_verdict_goes_to_both_logs(measured, said, tmp_path, caplog, monkeypatch):

@@ -23,6 +23,7 @@ TRAIN = "train"
 META = "meta"
 SPREAD_WORDS = ("min", "median", "max")
 PLAIN = (
+    "seconds",
     "samples_per_second",
     "tokens_per_second",
     "gradient_norm",

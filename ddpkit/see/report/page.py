@@ -29,6 +29,7 @@ from ddpkit.see.report.late_ranks import late_phases, late_rows
 from ddpkit.see.report.overview import overview_panels, tiles_of
 from ddpkit.see.report.panels import SECTIONS, Panel, panels_of
 from ddpkit.see.report.run_report import RunReport
+from ddpkit.see.report.without_verdict import words_without_verdict
 
 MOST_BYTES = 1_000_000  # of a page
 MOST_POINTS = 800  # of a curve: the panels are 400 pixels wide
@@ -213,6 +214,7 @@ def _fill(
         tiles=[tiles_of(run) for run in runs],
         late=[{"phases": late_phases(), "rows": late_rows(run.history)} for run in runs],
         shown_rows=shown_rows,
+        words_without_verdict=words_without_verdict,
         compared=_compared(runs) if len(runs) > 1 else {},
     )
 

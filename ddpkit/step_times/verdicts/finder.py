@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpkit.step_times.verdicts.history import History
+from ddpkit.step_times.verdicts.history import AGREEING, History
+from ddpkit.step_times.verdicts.no_verdict import FiguresOfRun
 from ddpkit.step_times.verdicts.order import FINDERS
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class VerdictFinder:
 
     def __init__(self, hosts: Sequence[str] = (), num_workers: int | None = None) -> None:
         self._history = History(hosts, num_workers)
+        self._figures = FiguresOfRun()
         self._said: set[tuple[str, int | None, str | None]] = set()
 
     @property
@@ -54,10 +56,23 @@ class VerdictFinder:
             Verdicts, in the order of :data:`~ddpkit.step_times.verdicts.order.KINDS`; mostly none.
         """
         history = self._history
-        if not history.note(second) or not history.is_long_enough:
+        if not history.note(second):
+            return []
+        self._figures.note(history.newest)
+        if not history.is_long_enough:
             return []
         found = [verdict for finder in FINDERS for verdict in finder.find(history)]
         return [verdict for verdict in found if self._is_new(verdict)]
+
+    def words_if_nothing_found(self) -> str:
+        """Return what to say at the end of a training without a verdict, and on what figures that
+        rests; empty where there was a verdict, or too little to look at.
+
+        What comes after the call is looked at anew.
+        """
+        figures = self._figures
+        self._figures = FiguresOfRun()
+        return "" if self._said or figures.stretches < AGREEING else figures.words()
 
     def _is_new(self, verdict: Verdict) -> bool:
         """Say whether nothing has been said of this subject yet, and note that it is said now."""

@@ -43,6 +43,7 @@ class Stretch:
 
     Attributes:
         last: the last second of it.
+        seconds: of wall time, in all of it.
         windows: measured, in all of it.
         phases: seconds per window of each phase, shape ``(ranks, phases)``.
         samples: per window.
@@ -53,6 +54,7 @@ class Stretch:
     """
 
     last: SecondOfSteps
+    seconds: float
     windows: int
     phases: NDArray[np.float64]
     samples: NDArray[np.float64]
@@ -130,6 +132,7 @@ def _joined(seconds: Sequence[SecondOfSteps]) -> Stretch:
     world_size = seconds[-1].world_size
     return Stretch(
         last=seconds[-1],
+        seconds=sum(second.seconds for second in seconds),
         windows=sum(second.windows for second in seconds),
         phases=mean(lambda second: [[times[phase] for phase in PHASES] for times in second.phases]),
         samples=mean(lambda second: second.samples),

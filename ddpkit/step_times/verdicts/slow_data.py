@@ -22,6 +22,12 @@ SHARE = 0.25
 FEWEST_SECONDS = 0.001
 
 
+MEASURE = (
+    "`python -m ddpkit doctor --recipe SCRIPT [YAML]` measures the loader alone, and says how many "
+    "workers would do."
+)
+
+
 def typical_wait(stretch: Stretch) -> float:
     """Return the seconds in which a typical rank waits for its batches; of two ranks, the quicker.
 
@@ -82,11 +88,13 @@ class SlowData:
 
     def _advice(self, num_workers: int | None) -> str:
         if num_workers:
-            return (
+            advice = (
                 f"Try more than num_workers={num_workers} if there are cores for them, a larger "
                 "prefetch_factor, less work for a sample, or data in larger files on a nearer disk."
             )
-        return (
-            "Try num_workers=2 or more in the loader's options: batches are then made beside the "
-            "step. Or do less work for a sample."
-        )
+        else:
+            advice = (
+                "Try num_workers=2 or more in the loader's options: batches are then made beside "
+                "the step. Or do less work for a sample."
+            )
+        return f"{advice} {MEASURE}"

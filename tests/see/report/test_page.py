@@ -172,6 +172,29 @@ def test_an_old_run_without_measured_seconds(tmp_path):
     assert "lr 0.1" in text_of(page), "options from the words of the command line"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "Verdicts No verdict: no steps of a training were measured."),
+        (3, "Verdicts No verdict: 3 s of training were measured, which is too little for one."),
+        (
+            20,
+            (
+                "Verdicts No verdict: nothing stood out in 20 s of training. A step took 118 ms; "
+                "3 % of it waited for data, 17 % for the other ranks."
+            ),
+        ),
+    ],
+)
+def test_a_run_without_a_verdict_says_on_what_figures_that_rests(tmp_path, seconds, words):
+    run = Writer(tmp_path / "1")
+    run.start()
+    run.event("stage", stage="TRAIN", epoch=1, loss=1.0, seconds=1.0)
+    for number in range(seconds):
+        run.second(1, 10 * number)
+    assert words in text_of(page_of(tmp_path, run.close()))
+
+
 def test_numbers_that_are_none(tmp_path):
     run = Writer(tmp_path / "run")
     run.start()

@@ -44,7 +44,7 @@ def reason_of(row: Row) -> str:
             f"{_processes(row.base)} back, such as other programs. Measure again."
         )
     if row.efficiency >= GOOD or losses.total <= 0:
-        if _waits_for_data(row):
+        if waits_for_data(row):
             return f"{opening}, {row.word}, but it waits for data, as {_processes(row.base)} did."
         return f"{opening}, {row.word}. Nothing is lost that is worth a change."
     base = _processes(row.base)
@@ -60,13 +60,14 @@ def _also_late(row: Row, losses: Losses) -> str:
 
 def _of_base(row: Row) -> str:
     """Say what holds the smallest size back by itself; nothing, if that is its own computing."""
-    if not _waits_for_data(row):
+    if not waits_for_data(row):
         return ""
     waiting = row.slice.phase(DATA) / row.slice.step
     return f"{row.name}: {_percent(waiting)} of a step waits for data. {_try_loader(row)}"
 
 
-def _waits_for_data(row: Row) -> bool:
+def waits_for_data(row: Row) -> bool:
+    """Say whether a size waits for data so long that its loader is worth a look."""
     waiting = row.slice.phase(DATA)
     return waiting >= max(LEAST_WAITING, MUCH_WAITING * row.slice.step)
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ddpkit.see.scale.losses import CORE_WAIT
-from ddpkit.see.scale.reasons import reason_of
+from ddpkit.see.scale.reasons import reason_of, waits_for_data
 from ddpkit.see.scale.result_file import Measurement
 from ddpkit.see.scale.slice_process import short_reason
 from ddpkit.see.scale.summary import FAIR, GOOD, POOR, Row
@@ -33,6 +33,7 @@ def report(measurement: Measurement, rows: Sequence[Row]) -> str:
     reasons = [reason_of(row) for row in rows]
     told = [
         *filter(None, reasons),
+        *_loader_command(measurement, rows),
         *_failures(measurement),
         *_unsteady(rows),
         *_busy(rows),
@@ -109,6 +110,24 @@ def _shown(seconds: float) -> str:
         if milliseconds < bound:
             return f"{milliseconds:.{digits}f}"
     return f"{milliseconds:.0f}"
+
+
+def _loader_command(measurement: Measurement, rows: Sequence[Row]) -> list[str]:
+    """Say with which command the loader alone is measured, if a size waits for data."""
+    waiting = [row.slice for row in rows if waits_for_data(row)]
+    script, *words = measurement.recipe.split()
+    if not waiting or script.startswith("-"):  # `doctor` starts scripts, and no modules
+        return []
+    largest = waiting[-1]
+    several = f" --nproc {largest.world_size}" if largest.world_size > 1 == largest.nodes else ""
+    files = 1 if words and not words[0].startswith("-") else 0
+    recipe = " ".join([script, *words[:files]])
+    options = " ".join(["", "--", *words[files:]]) if words[files:] else ""
+    told = (
+        "This command measures the loader alone, and says how many workers would do: `python -m "
+        f"ddpkit doctor{several} --recipe {recipe}{options}`."
+    )
+    return [told]
 
 
 def _failures(measurement: Measurement) -> list[str]:

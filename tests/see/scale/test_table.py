@@ -76,6 +76,39 @@ def test_slices_that_differ_much_are_no_firm_ground():
     assert "differ much" not in answer(*SLICES)
 
 
+WAITS = [{"data": 20.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found", "words"),
+    [
+        ("train.py", result(1, ranks=WAITS[:1]), "doctor --recipe train.py`"),
+        ("train.py h.yaml", result(2, ranks=WAITS), "doctor --nproc 2 --recipe train.py h.yaml`"),
+        ("train.py --lr=1", result(2, ranks=WAITS, nodes=2), "doctor --recipe train.py -- --lr=1`"),
+        (
+            "train.py h.yaml --lr=1 --seed=2",
+            result(2, ranks=WAITS),
+            "doctor --nproc 2 --recipe train.py h.yaml -- --lr=1 --seed=2`",
+        ),
+    ],
+)
+def test_a_size_that_waits_for_data_is_told_the_command_that_measures_the_loader(
+    recipe,
+    found,
+    words,
+):
+    slices = [found] if found.size == 1 else [result(1), found]
+    assert words in " ".join(answer(*slices, recipe=recipe).split())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [("train.py", result(2)), ("-m recipes.train", result(2, ranks=WAITS))],
+)
+def test_no_command_is_told_that_could_not_help(recipe, found):
+    assert "doctor --nproc" not in answer(result(1), found, recipe=recipe)
+
+
 def test_a_machine_that_is_busy_with_other_programs_is_told():
     text = " ".join(answer(result(1, core_waits=[0.4]), result(2)).split())
     assert "One process alone waited 40 % of the time for a core: other programs use them." in text

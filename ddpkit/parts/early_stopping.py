@@ -24,9 +24,12 @@ class EarlyStopping(Part):
     """Ends a training when a value has not become better for some validations in a row.
 
     A value is better if it is smaller (``mode="min"``) or larger (``"max"``) than the best one so
-    far by more than ``min_change``. One that is not finite never is. A run that has stopped and is
-    started again says so, and trains nothing; with more ``patience`` it goes on. A further call of
-    ``fit`` in the same script is another training, in which all is counted anew.
+    far by more than ``min_change``. One that is not finite never is. One that equals the best is no
+    better; but its epoch is then the best one, as the newest of equal checkpoints is.
+
+    A run that has stopped and is started again says so, and trains nothing; with more ``patience``
+    it goes on. A further call of ``fit`` in the same script is another training, in which all is
+    counted anew.
 
     Args:
         metric: the name of a value that the recipe logs in the validation, as in
@@ -38,8 +41,8 @@ class EarlyStopping(Part):
 
     Attributes:
         best: the best value so far; None before the first.
-        best_epoch: its epoch; 0 before the first.
-        waited: validations since then.
+        best_epoch: the last epoch that had it; 0 before the first.
+        waited: validations since the value has become better.
 
     Raises:
         ConfigError: an argument cannot be used; or, in the first validation, the recipe has logged
@@ -133,6 +136,8 @@ class EarlyStopping(Part):
             self.best_epoch = epoch
             self.waited = 0
             return
+        if value == self.best:
+            self.best_epoch = epoch
         self.waited += 1
         if self._is_exhausted():
             brain.stop_training(self._why())
@@ -166,7 +171,7 @@ class EarlyStopping(Part):
         best = "never was a finite number" if self.best is None else f"was {self.best:g}"
         return (
             f"{self.metric} has not become better in {self.waited} validations (its best "
-            f"{best}{f', in epoch {self.best_epoch}' if self.best_epoch else ''})"
+            f"{best}{f', last in epoch {self.best_epoch}' if self.best_epoch else ''})"
         )
 
     def state_dict(self) -> dict[str, Any]:

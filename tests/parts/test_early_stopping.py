@@ -62,6 +62,23 @@ def test_the_training_ends_when_the_score_has_not_become_better(arguments, score
     assert reason == ("early_stop" if trained < len(scores) else "epochs")
 
 
+class SavesScores(Scored):
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage is Stage.VALID:
+            self.checkpointer.save_checkpoint({"score": self.logged["score"], "epoch": epoch})
+
+
+def test_of_equal_epochs_the_newest_is_the_best_as_of_checkpoints(tmp_path):
+    net = linear()
+    part = EarlyStopping("score", patience=4)
+    checkpointer = Checkpointer(tmp_path, {"net": net})
+    brain = SavesScores({"net": net}, sgd(), {}, QUIET, checkpointer, parts=[part])
+    brain.scores = (5, 4, 6, 4, 7)
+    brain.fit(EpochCounter(5), DATA, DATA)
+    assert (part.best, part.best_epoch, part.waited) == (4.0, 4, 3)
+    assert checkpointer.find_checkpoint(min_key="score").meta["epoch"] == part.best_epoch
+
+
 def on_ranks():
     return epochs((5, 4, 4, 4, 1), patience=2)[:2]
 
@@ -78,7 +95,7 @@ def test_a_run_that_has_stopped_says_why_and_goes_on_with_more_patience(tmp_path
     assert epochs(scores, tmp_path, patience=2)[:2] == (4, "early_stop")
     said = " ".join(caplog.text.split())
     assert "Nothing is trained: score has not become better in 2 validations" in said
-    assert "its best was 4, in epoch 2" in said
+    assert "its best was 4, last in epoch 4" in said
     assert "Give more patience than 2" in said
     found, reason, part = epochs(scores, tmp_path, patience=4)
     assert (found, reason) == (6, "epochs")
@@ -118,7 +135,7 @@ def two_calls(folder=None, dies_in=None):
 
 
 def test_a_further_call_of_fit_counts_anew():
-    assert two_calls() == ([3, 4], 8.0, 2)
+    assert two_calls() == ([3, 4], 8.0, 4)
 
 
 @pytest.mark.parametrize("dies_in", [(1, 2), (2, 1), (2, 3), (2, 4)])
@@ -126,8 +143,8 @@ def test_calls_of_fit_that_go_on_from_a_checkpoint_end_as_if_nobody_had_killed_t
     tmp_path, dies_in
 ):
     two_calls(tmp_path, dies_in)
-    assert two_calls(tmp_path) == ([3, 4], 8.0, 2)
-    assert two_calls(tmp_path) == ([3, 4], 8.0, 2)
+    assert two_calls(tmp_path) == ([3, 4], 8.0, 4)
+    assert two_calls(tmp_path) == ([3, 4], 8.0, 4)
 
 
 class SavesBetweenSteps(Regression):

@@ -1,5 +1,5 @@
-"""A checkpoint is complete or not there: the folder, its storage and lock, hooks, writing in the
-background.
+"""Checkpoints that are complete or not there: the folder, its storage and lock, the hooks of
+objects, and writing in the background.
 """
 
 from __future__ import annotations

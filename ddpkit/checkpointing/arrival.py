@@ -1,4 +1,4 @@
-"""Whether every rank makes a call, or the main process alone."""
+"""Finds out whether every rank makes a call, or the main process alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that each machine has to have before its ranks read it."""
+"""Fetches a checkpoint to each machine before the ranks there read it."""
 
 from __future__ import annotations
 

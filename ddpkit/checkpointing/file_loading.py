@@ -1,4 +1,4 @@
-"""A file of ``torch.save`` is loaded without running code from it.
+"""Loads a file of ``torch.save`` without running code from it.
 
 Source: https://pytorch.org/docs/stable/notes/serialization.html#weights-only says what
 ``torch.load(weights_only=True)`` accepts; that the variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``

@@ -1,4 +1,5 @@
-"""Which folders of a store to look for: its listing may be late, what stands under a name is not.
+"""Which checkpoints to look for in a store. A store may list a new folder late, but it answers for
+a name at once.
 
 The index is a small object that names all checkpoints that were about to be completed. It is
 written before the manifest of each. So a checkpoint that is complete is named there, or was copied

@@ -1,5 +1,5 @@
-"""Where a checkpoint stands in a store: in a folder of its name, or, where one of this name is
-there already, in one of a version of it.
+"""Where a checkpoint is in a store: in a folder of its name. If the store has one of this name
+already, the checkpoint is in a new version of that folder.
 
 A store renames nothing, and an object that is written again is gone. So a checkpoint that replaces
 another is written beside it, as the next version, and the older one is deleted then. Whoever looks

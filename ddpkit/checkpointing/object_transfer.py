@@ -1,5 +1,5 @@
-"""The files of a checkpoint, from a disk into a store and back: several at once, in pieces that are
-hashed on their way.
+"""Copies the files of a checkpoint from a disk into a store and back: several at once, in pieces
+that are hashed on their way.
 """
 
 from __future__ import annotations

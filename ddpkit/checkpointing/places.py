@@ -1,5 +1,5 @@
-"""What stands in a mirror of an object store has a place in the store, which is the same for all
-machines, and on each machine a path of its own.
+"""Paths into the mirror of an object store. A file has one place in the store, the same for all
+machines, and a path of its own on each machine.
 
 A path of rank 0 says nothing on another machine. So what travels to other ranks is the place, and
 each makes its own path of it.

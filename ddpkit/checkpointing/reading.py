@@ -1,6 +1,4 @@
-"""What a folder holds: its checkpoints are read, and damaged ones are passed over and reported
-once.
-"""
+"""Reads the checkpoints of a folder. Damaged ones are passed over, and reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether each storage that a file of ``torch.save`` names is all in the file.
+"""Checks that a file of ``torch.save`` holds all of each storage that it names.
 
 Before 2.10 torch takes the number of elements from the file's pickle, and does not compare it with
 the bytes that are there: the tensor goes on into whatever memory comes next. The pickle is read

@@ -1,4 +1,4 @@
-"""States of which each rank holds its own rows, taken apart for a save in shards."""
+"""Takes apart states of which each rank holds some rows, for a save in shards."""
 
 from __future__ import annotations
 

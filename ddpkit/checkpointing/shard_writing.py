@@ -1,4 +1,4 @@
-"""A rank writes its shards: the rows that it holds of states that are divided over the ranks."""
+"""Writes the shards of a rank: the rows that it holds of states that are divided over the ranks."""
 
 from __future__ import annotations
 

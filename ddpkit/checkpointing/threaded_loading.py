@@ -1,4 +1,4 @@
-"""Large tensors of a file, copied by several threads."""
+"""Copies large tensors of a file with several threads."""
 
 from __future__ import annotations
 

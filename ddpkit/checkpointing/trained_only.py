@@ -1,4 +1,4 @@
-"""Checkpoints of what is trained: base weights from elsewhere stand in them by fingerprint."""
+"""Checkpoints that hold only what is trained. They name the base weights by their fingerprints."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A load whose last check communicates: the base weights that a file names are compared with those
-of the module, which may be divided over the ranks.
+"""A load whose last check is still to be made. It compares the base weights that a file names with
+those of the module, and it communicates, because the module may be divided over the ranks.
 """
 
 from __future__ import annotations

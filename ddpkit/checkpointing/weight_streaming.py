@@ -1,4 +1,4 @@
-"""A file of weights that is written block by block, from tensors that are still in shards."""
+"""Writes a file of weights block by block, from tensors that are still in shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A module takes from a state what both have by name; what does not fit is told, all at once."""
+"""Loads into a module the weights that a state has under the same names. Everything that does not
+fit is reported at once.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the commands do alike that write a file for somebody else's engine: of Slurm, Kubernetes,
-SkyPilot.
+"""What the commands have in common that write a job file for another program, such as Slurm,
+Kubernetes or SkyPilot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What commands that run a recipe do alike with their command line."""
+"""How the commands that run a recipe read their command line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The ranks talk: process group, mailbox over the store, ordered sums, checks that all run the same
-training.
+"""How the ranks talk: process group, mailbox over the store, ordered sums, and checks that all run
+the same training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The few places where ddpkit looks into what other packages keep to themselves.
+"""The few places where ddpkit uses private parts of other packages.
 
 Each is a function with its reason. It looks only where the inside is as expected, has a way through
 the public API that is taken otherwise, and is tested both ways.

@@ -1,4 +1,4 @@
-"""When a module is called, without a change to what is compiled of it.
+"""Tells when a module is called, without a change to what is compiled of it.
 
 A hook on a compiled module is a part of what is compiled: torch may compile the module anew for it,
 or not call it. What the call of a module that was compiled in place goes through is an attribute of

@@ -1,5 +1,5 @@
-"""Have Python's, numpy's or torch's global random streams moved? Read from their memory where that
-can be done.
+"""Tells whether Python's, numpy's or torch's global random streams have moved, by reading their
+memory where that can be done.
 
 Reason: a batch is asked about twice. Reading the states takes 30 us each time; copying a few words
 of what the objects hold takes half of one. All three are Mersenne Twisters: a draw moves the place,

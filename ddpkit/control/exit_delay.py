@@ -1,4 +1,4 @@
-"""Work that the end of the process waits for, such as a save."""
+"""Work that must be finished before the process may end, such as a save."""
 
 from __future__ import annotations
 

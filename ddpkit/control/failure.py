@@ -1,4 +1,5 @@
-"""What a process does when it fails: it says why, where the launcher and the other ranks will look.
+"""What a process does when it fails: it says why, in the places that the launcher and the other
+ranks read.
 
 The exception that ends a process is noted twice, by :func:`watch_uncaught`'s hook: in the file from
 which torchrun makes its closing summary, and in the report of the process group

@@ -1,4 +1,5 @@
-"""The sync of all ranks: what they must agree on is agreed on about once a second, not once a step.
+"""The sync of all ranks. About once a second they agree on what all must know; no step waits for
+that.
 
 Every ``k`` steps, with ``k`` itself agreed on at the previous sync, the ranks add up a few numbers
 in one small all-reduce on a group of their own (gloo, on the CPU). All of them act on the same sums

@@ -1,4 +1,4 @@
-"""The number of samples of a batch that some collate function has made."""
+"""Guesses how many samples a batch has that some collate function has made."""
 
 from __future__ import annotations
 

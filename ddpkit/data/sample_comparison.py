@@ -1,5 +1,5 @@
-"""Do all ranks read the same data? The first items of a stream tell, or a few of a dataset, as far
-as they can.
+"""Checks that all ranks read the same data. They compare the first items of a stream, or a few
+samples of a dataset.
 
 What is dealt out to the ranks must be the same on all of them: else samples are lost, and others
 come twice, in silence. So the ranks compare summaries of the first items. Numbers, texts and shapes

@@ -1,5 +1,5 @@
-"""What is no dataset, though it looks like one: said before the first batch, with what to give
-instead.
+"""Refuses objects that look like a dataset and are none, before the first batch, and says what to
+give instead.
 """
 
 from __future__ import annotations

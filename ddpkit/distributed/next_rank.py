@@ -1,4 +1,4 @@
-"""What each rank gets of the rank after it, whatever its size: a ring of messages."""
+"""Sends something of any size around a ring: each rank gets what the rank after it has."""
 
 from __future__ import annotations
 

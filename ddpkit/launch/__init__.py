@@ -1,4 +1,6 @@
-"""Who started this process, as which rank; and `--nproc`, which has torch's launcher start them."""
+"""Which launcher started this process, and as which rank; and ``--nproc``, which has torch's
+launcher start the ranks.
+"""
 
 from __future__ import annotations
 

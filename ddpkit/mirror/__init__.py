@@ -1,5 +1,5 @@
-"""An output folder in an object store: the run works in a folder of this machine, the mirror, and
-what is in it is copied up, and down again.
+"""An output folder in an object store. The run works in a folder of this machine, the mirror. Its
+contents are copied into the store, and at a later start back from there.
 
 Recipes, loggers and hooks see the mirror alone. Nothing here, nor ``fsspec``, is loaded unless a
 URL is given.

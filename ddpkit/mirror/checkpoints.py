@@ -1,4 +1,4 @@
-"""The checkpoints of one folder of a mirror: which are in the store, and how they come and go."""
+"""The checkpoints of one folder of a mirror: which are in the store, and how they are copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command reads: a folder or a checkpoint of this machine, or a copy of one in a store."""
+"""The folder or checkpoint that a command reads: on this machine, or a copy of one in a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which folder of this machine mirrors a URL, and who takes it away.
+"""Which folder of this machine mirrors a URL, and when it is deleted.
 
 The ranks of a machine share it and come to the same path without asking each other: it follows from
 the URL and from what the launcher tells all ranks of a launch. Each of them keeps a shared lock on

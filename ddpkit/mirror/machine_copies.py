@@ -1,4 +1,4 @@
-"""The checkpoint that rank 0 has chosen, on another machine: the same one, whatever is there.
+"""Copies the checkpoint that rank 0 has chosen to another machine: the same one, whatever is there.
 
 The folder of that machine may hold another checkpoint of its name, from an earlier start, and the
 store may not have rank 0's yet. So what counts is the digest of rank 0's manifest. The ranks of a

@@ -1,5 +1,5 @@
-"""Which run the checkpoints of a folder are of: a name that it gets at its first start, in the
-store and on the machine.
+"""The name of the run that the checkpoints of a folder belong to. A run gets it at its first start,
+in the store and on the machine.
 """
 
 from __future__ import annotations

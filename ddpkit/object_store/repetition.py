@@ -1,4 +1,6 @@
-"""A request is made again when its error may pass: a few times, ever later, each told."""
+"""Repeats a request whose error may pass: a few times, with longer and longer waits. Each
+repetition is reported.
+"""
 
 from __future__ import annotations
 

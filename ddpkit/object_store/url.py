@@ -1,4 +1,4 @@
-"""URLs of object stores: which text is one, and how it is shown."""
+"""URLs of object stores: which texts are URLs, and how a URL is shown."""
 
 from __future__ import annotations
 

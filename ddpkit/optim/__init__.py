@@ -1,5 +1,5 @@
-"""Optimizers and schedules are made, and step: unscale, weigh, clip every group together, skip if
-not finite, zero.
+"""Makes optimizers and schedules, and steps them: unscale, weigh, clip every group together, skip
+if not finite, zero.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizers and schedules are made, of what a recipe gives."""
+"""Makes optimizers and schedules from what a recipe gives."""
 
 from __future__ import annotations
 

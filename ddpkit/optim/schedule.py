@@ -1,4 +1,4 @@
-"""A learning-rate schedule that steps with a run, and goes on as it was made."""
+"""A learning-rate schedule that steps with a run, and is saved and resumed with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts: features of a run that come in by a list, the library's and a user's alike."""
+"""Features of a run that are given in a list, as parts: the library's own, and yours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks have different bits of the same shard: which of them is wrong, and the end of the run.
+"""Finds out which rank is wrong when two have different bits of the same shard, and ends the run.
 
 All ranks compute the shard once more. More than half of them have a majority; of two, one may not
 give its own bits again. What cannot be told is said to be unknown.

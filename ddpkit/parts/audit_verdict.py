@@ -1,4 +1,4 @@
-"""Whose answer is wrong, where ranks have computed the same and come to different bits."""
+"""Decides which answer is wrong when ranks have computed the same thing and have different bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's garbage is collected by optimizer steps, with the option ``gc_interval``."""
+"""Collects Python's garbage every so many optimizer steps, with the option ``gc_interval``."""
 
 from __future__ import annotations
 

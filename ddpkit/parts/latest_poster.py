@@ -1,5 +1,5 @@
-"""A thread that hands the newest of some documents over to what may be slow, or away for a
-while.
+"""A thread that sends documents to something that may be slow, or away for a while. Only the newest
+one is sent.
 """
 
 from __future__ import annotations

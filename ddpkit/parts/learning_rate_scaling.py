@@ -1,4 +1,4 @@
-"""Learning rates follow the samples of a step, with the option ``lr_scaling``."""
+"""Scales the learning rates with the samples of a step, with the option ``lr_scaling``."""
 
 from __future__ import annotations
 

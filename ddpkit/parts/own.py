@@ -1,4 +1,4 @@
-"""The library's own parts: which option asks for which, and the order in which they hear."""
+"""The library's own parts: which option asks for which part, and in which order they run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks audit each other, with the option ``audit_every``: each computes again what the rank after
-it has computed, and compares the bits before the optimizers step.
+"""An audit of the ranks, with the option ``audit_every``: each rank computes again what the rank
+after it has computed, and compares the bits before the optimizers step.
 
 It goes with strategies in which any process can compute a shard of any other with the same bits.
 What is sent is the batch, as the loader has given it, and digests; the weights are the auditor's

@@ -1,5 +1,5 @@
-"""Source texts that are changed in places: names in Python and in the tags of YAML; all else stays,
-byte for byte.
+"""Changes source texts in places: names in Python and in the tags of YAML. All else stays, byte for
+byte.
 """
 
 from __future__ import annotations

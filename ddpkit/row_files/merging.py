@@ -1,4 +1,4 @@
-"""Files whose rows ascend by index, merged into one, a few rows of each at a time."""
+"""Merges files whose rows are sorted by index into one, a few rows of each at a time."""
 
 from __future__ import annotations
 

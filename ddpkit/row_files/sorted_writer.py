@@ -1,4 +1,4 @@
-"""Rows that come in any order, written into one file that ascends by index."""
+"""Writes rows that come in any order into one file in which they are sorted by index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way to make a training pass the options ask for. Only that one is loaded."""
+"""Chooses the kind of training pass that the options ask for. Only that kind is loaded."""
 
 from __future__ import annotations
 

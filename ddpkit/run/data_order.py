@@ -1,4 +1,4 @@
-"""What the order of an epoch follows from, as a checkpoint stores it."""
+"""What decides the order of an epoch, as a checkpoint stores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wish of a recipe or a part that the training ends after the present epoch."""
+"""The request of a recipe or a part to end the training after the present epoch."""
 
 from __future__ import annotations
 

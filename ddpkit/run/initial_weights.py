@@ -1,5 +1,5 @@
-"""What ``--init_from`` gives a new run: weights by name, the same on all ranks, and what does not
-fit is told.
+"""What ``--init_from`` gives a new run: weights by name, the same on all ranks. What does not fit
+is reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes that grow with the batch, as a line."""
+"""A straight line for the bytes that grow with the batch."""
 
 from __future__ import annotations
 

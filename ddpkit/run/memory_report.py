@@ -1,4 +1,4 @@
-"""What is said when a step runs out of memory: what took it."""
+"""What the error says when a step runs out of memory: what has taken it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training or evaluation mode of the modules in a stage: what a hook sets for it stays."""
+"""Training or evaluation mode of the modules in a stage. What a hook sets for a module stays."""
 
 from __future__ import annotations
 

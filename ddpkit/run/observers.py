@@ -1,4 +1,4 @@
-"""What looks on while a call of ``fit`` trains, and changes no number of it."""
+"""Objects that observe a call of ``fit`` and change none of its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The observers of the library's own, in their order."""
+"""The library's own observers, in their order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How often the batches of a training pass are gone through: once, or again where a step was too
-large.
+"""How often a training pass works on its batches: once, or again if a step was too large for the
+memory.
 """
 
 from __future__ import annotations

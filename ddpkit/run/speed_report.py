@@ -1,5 +1,5 @@
-"""What the ranks tell each other of measured steps, about once a second; written to the run's
-log.
+"""What the ranks tell each other about measured steps, about once a second. It is written to the
+run's log.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The optimizer steps of a call of ``fit`` that goes on with other batches than those with which it
-began.
+"""The number of optimizer steps of a call of ``fit`` that goes on with other batches than it began
+with.
 """
 
 from __future__ import annotations

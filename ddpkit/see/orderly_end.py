@@ -1,4 +1,4 @@
-"""The commands end in order: no process that they have started stays, and no file."""
+"""Ends the commands in order: no process that they have started is left, and no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps, measured: how long each part of them takes on each rank, and what that tells."""
+"""Measures optimizer steps: how long each phase takes on each rank, and what that tells."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A stopwatch on a GPU: events in its stream, which are read when they have come, and never waited
-for.
+"""A stopwatch on a GPU. It records events in the stream, and reads them when they are done, without
+waiting.
 """
 
 from __future__ import annotations

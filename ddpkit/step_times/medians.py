@@ -1,4 +1,4 @@
-"""The median, without a module of Python that takes long to load."""
+"""The median, without the module ``statistics``, which takes long to load."""
 
 from __future__ import annotations
 

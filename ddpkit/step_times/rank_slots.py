@@ -1,5 +1,5 @@
-"""The numbers of all ranks in one sum: each rank has slots of its own in it, and zeros in those of
-the others.
+"""The numbers of all ranks in one sum. Each rank writes into slots of its own, and zeros into those
+of the others.
 """
 
 from __future__ import annotations

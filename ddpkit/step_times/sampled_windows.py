@@ -1,4 +1,4 @@
-"""Which optimizer steps are measured: the same ones on all ranks, without asking each other."""
+"""Which optimizer steps are measured: the same ones on all ranks, which need not ask each other."""
 
 from __future__ import annotations
 

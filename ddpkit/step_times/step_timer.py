@@ -1,6 +1,4 @@
-"""Measures optimizer steps on this rank, where the training loop and its parts tell what
-happens.
-"""
+"""Measures optimizer steps on this rank. The training loop and its parts tell it what happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy is asked: the interface of the library's own strategies, and of yours."""
+"""The interface of strategies: of the library's own, and of yours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the modules have returned in a batch: for a backward pass with gradients of zero, where the
-loss has no graph.
+"""Keeps what the modules have returned in a batch. A backward pass with gradients of zero starts
+from it, if the loss has no graph.
 
 A synchronised BatchNorm sends in its backward pass, too. Where a rank's loss depends on no
 parameter, the other ranks would wait for it there; and its rows have moved their outputs, so that

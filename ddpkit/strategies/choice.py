@@ -1,4 +1,4 @@
-"""Which strategy the launch and the options ask for. Only that one is loaded.
+"""Chooses the strategy that the launch and the options ask for. Only that one is loaded.
 
 To add a strategy: its class in a file of this package (what it overrides: ``strategies/base.py``,
 where options that do not go with it are refused by ``check``), and its line in

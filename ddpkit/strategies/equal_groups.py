@@ -1,4 +1,4 @@
-"""Whether the parameter groups of an optimizer hold the same numbers on all ranks."""
+"""Checks that the parameter groups of an optimizer hold the same numbers on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks, where DDP does not."""
+"""Averages gradients over the ranks where DDP does not do it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strategy made of what the option ``strategy`` says. Its module is loaded here, and no other."""
+"""Makes a strategy from the value of the option ``strategy``. Only its own module is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategies there are, by name. None is loaded here: the options are checked with it."""
+"""The names of the strategies. The options are checked with them, and no strategy is loaded."""
 
 from __future__ import annotations
 

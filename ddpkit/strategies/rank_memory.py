@@ -1,4 +1,4 @@
-"""How much memory a run takes on each rank: what a strategy is told, and what it answers."""
+"""How much memory a run takes on each rank: what a strategy is given, and what it returns."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What only some strategies answer in a way of their own: of divided data and weights, of batches
-that count on some ranks only, of numbers that are averaged beside the gradients.
+"""Methods that few strategies answer in a way of their own: for divided data and weights, for
+batches that count on some ranks only, and for numbers that are averaged beside the gradients.
 
 A strategy from outside needs none of it. Each answer here fits a strategy in which every process
 holds the whole model, and its own part of the data.

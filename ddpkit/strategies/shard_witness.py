@@ -1,4 +1,6 @@
-"""Who follows the work on the shards of a step, batch by batch, and may have it made again."""
+"""The interface of an object that follows the work on the shards of a step, batch by batch, and may
+have a batch computed again.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The buffers of entries that torch does not wrap, as they have nothing to train: nothing but this
-sends them while a run trains.
+"""Sends the buffers of entries that torch does not wrap, because they have nothing to train.
+Nothing else sends them while a run trains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A thread that hands values over to what may be slow, or away for a while."""
+"""A thread that sends values to something that may be slow, or away for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table of the statistics, for spreadsheets and pandas."""
+"""Logs the statistics as a table, for spreadsheets and pandas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A JSON object per call in a file of its own."""
+"""Logs a JSON object per call to a file of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Logs to MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several train loggers as one."""
+"""Logs to several train loggers at once."""
 
 from __future__ import annotations
 

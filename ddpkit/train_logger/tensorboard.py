@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""Logs to TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line per call in a text file."""
+"""Logs a line per call to a text file."""
 
 from __future__ import annotations
 

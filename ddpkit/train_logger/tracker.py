@@ -1,4 +1,4 @@
-"""What loggers have in common that write to a tracker of experiments."""
+"""What loggers have in common that write to an experiment tracker."""
 
 from __future__ import annotations
 

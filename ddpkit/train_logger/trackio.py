@@ -1,4 +1,4 @@
-"""Trackio."""
+"""Logs to Trackio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Logs to Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all parts of a run share, each fact in one place."""
+"""What all parts of a run share. Each fact is in one place."""
 
 from __future__ import annotations
 

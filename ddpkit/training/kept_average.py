@@ -1,4 +1,4 @@
-"""The average of the weights that a run keeps: whose it is, and when a run asks something of it."""
+"""The average of the weights that a run keeps: a part's, the option's, or the recipe's own."""
 
 from __future__ import annotations
 

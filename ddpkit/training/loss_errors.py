@@ -1,4 +1,4 @@
-"""The words for a loss that cannot be trained on, and for a backward pass that fails."""
+"""The error messages for a loss that cannot be trained on, and for a backward pass that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""When the host reads the gradients' norm on a GPU: before the optimizers step, or a step later.
+"""When the host reads the norm of the gradients on a GPU: before the optimizers step, or one step
+later.
 
 Both have the same bits. Which is quicker depends on whether the GPU or the host is the slower one,
 so that a run tries both in its first steps and keeps the quicker one.

@@ -1,4 +1,4 @@
-"""How a run was started, by its own record: what is needed to start it once more."""
+"""How a run was started, read from its own record: what is needed to start it once more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps that two runs make again, each from a copy of its nearest checkpoint before they part.
+"""Makes some steps of two runs again, each run from a copy of its nearest checkpoint before they
+part.
 
 What is recorded is rare, and does not tell whether a difference comes again. A replay has a record
 of each step, and is held against what the run had recorded. Nothing of the runs is written to.

@@ -1,4 +1,4 @@
-"""What the command does, in order: rehearse, reckon, tell."""
+"""The steps of the command: rehearse, compute the peaks, print them."""
 
 from __future__ import annotations
 

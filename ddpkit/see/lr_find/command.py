@@ -1,4 +1,4 @@
-"""What the command does, in order: train with rising rates, look at the curve, tell."""
+"""The steps of the command: train with rising rates, read the curve, print."""
 
 from __future__ import annotations
 

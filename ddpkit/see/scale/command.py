@@ -1,4 +1,4 @@
-"""What the command does, in order: look, measure, tell."""
+"""The steps of the command: check, measure, print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time goes that a size loses against the smallest one: an account that adds up.
+"""Where a size loses time against the smallest one. The parts add up to what is lost.
 
 A process that works on ``work`` times the samples of the smallest size would take ``work`` times
 its step. What a step takes beyond that is lost. It is the sum of what its phases take beyond

@@ -1,4 +1,4 @@
-"""Measures the sizes in turns: what else happens on the machine then falls on all of them."""
+"""Measures the sizes in turns: what else happens on the machine then slows all of them."""
 
 from __future__ import annotations
 

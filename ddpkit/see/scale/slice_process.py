@@ -1,5 +1,5 @@
-"""Starts the processes of one slice, waits for its result, and sees to it that none of them
-stays.
+"""Starts the processes of one slice, waits for its result, and makes sure that none of them is
+left.
 """
 
 from __future__ import annotations

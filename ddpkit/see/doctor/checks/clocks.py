@@ -1,5 +1,5 @@
-"""How far the clocks of hosts are apart: asked and answered over the store, the shortest round trip
-counts.
+"""How far the clocks of hosts are apart. Each is asked several times over the store, and the
+shortest round trip counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How GPUs are looked at, in one object that a test can replace by what was recorded."""
+"""How GPUs are read, in one object. A test can replace it by recorded values."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 # The tests that `make test` leaves out (`make check` runs all), as a pytest -m expression.
-MARKS  ?= not slow and not faults and not launch
+MARKS  ?= not slow and not costly and not faults and not launch
 # More for pytest: make test PYTEST_ARGS="-k sampler -x"
 PYTEST_ARGS ?=
 # How many processes run tests side by side. Tests wait for processes that start, so three keep two cores busy; each costs
@@ -56,6 +56,7 @@ exhaustive: $(VENV)/.installed-ecosystem  ## run what shows the same on more rec
 
 # One area: a package with the tests beside it, or a module of the face with the tests of its name.
 QUICK = $(wildcard ddpkit/$(PKG) ddpkit/$(PKG).py tests/$(PKG) $(foreach folder,unit contract ranks,tests/$(folder)/test_$(PKG)*.py))
+quick: MARKS = not slow and not faults and not launch
 quick: $(VENV)/.installed-dev  ## ruff and the tests of one area, in about half a minute: make quick PKG=data
 	@test -n "$(PKG)" || { echo "Name a package or a module, as in: make quick PKG=data" >&2; exit 2; }
 	@test -n "$(strip $(QUICK))" || { echo "There is no ddpkit/$(PKG), no ddpkit/$(PKG).py and no tests/*/test_$(PKG)*.py" >&2; exit 2; }

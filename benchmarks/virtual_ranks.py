@@ -3,11 +3,12 @@ micro-batches.
 
     python -m benchmarks.virtual_ranks [--processes 2] [--steps 30]
 
-Both train the same network on as many gloo processes, in the same run, taking turns of some steps
-each; a step of DDP accumulates as many micro-batches of the same size as a step with virtual ranks
-has shards on a process. Printed are the median of the turns' ratios with its quartiles, the time of
-a step, and how many gradients of the whole model exist at a time with virtual ranks: what waits in
-the tree, or is about to be sent, and what has come back.
+Both train the same network on as many gloo processes, in the same run. They take turns of some steps
+each, with models made anew: where a process gets its memory can double the time of a step. A step of
+DDP accumulates as many micro-batches of the same size as a step with virtual ranks has shards on a
+process. Printed are the median of the turns' ratios with its quartiles, the time of a step, and how
+many gradients of the whole model exist at a time with virtual ranks: what waits in the tree, or is
+about to be sent, and what has come back.
 """
 
 from __future__ import annotations
@@ -81,17 +82,18 @@ def turns(
     draw = torch.Generator().manual_seed(2)
     inputs = torch.randn(samples, FEATURES, generator=draw)
     data = list(zip(inputs, inputs[:, :1], strict=True))
-    brains = [make(size, number, world_size, shards) for number in (None, shards)]
     found = []
     for turn in range(steps // STEPS_A_TURN + 1):
-        seconds = []
-        for brain in brains:
+        seconds = {}
+        ways = (None, shards)
+        for number in ways if turn % 2 else reversed(ways):
+            brain = make(size, number, world_size, shards)
             brain.times = []
             if is_cpu_time:
                 brain.clock = time.process_time
-            brain.fit([turn + 1], data, train_loader_kwargs={"batch_size": PER_SHARD})
-            seconds.append((brain.times[-1] - brain.times[0]) / (len(brain.times) - 1))
-        found.append((seconds[0], seconds[1]))
+            brain.fit([1], data, train_loader_kwargs={"batch_size": PER_SHARD})
+            seconds[number] = (brain.times[-1] - brain.times[0]) / (len(brain.times) - 1)
+        found.append((seconds[None], seconds[shards]))
     return found[1:]
 
 

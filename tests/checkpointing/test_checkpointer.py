@@ -299,6 +299,7 @@ def test_a_saver_may_make_a_folder(tmp_path):
         checkpointer.recover_if_possible()
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_meta_that_is_too_large_to_be_read_again_is_refused(checkpointer, asynchronous):

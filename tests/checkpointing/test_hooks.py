@@ -514,6 +514,7 @@ def test_a_scripted_module_is_saved_and_loaded_like_any_other(tmp_path):
     assert torch.equal(loaded[0].weight, plain[0].weight)
 
 
+@pytest.mark.costly
 def test_torch_compile_really_names_its_module_so(tmp_path):
     compiled = torch.compile(nn.Linear(2, 1), backend="eager")
     torch_save(compiled, tmp_path / "a")

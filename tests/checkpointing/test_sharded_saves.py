@@ -155,6 +155,7 @@ def crash_everywhere(folder, mode, dying, stride):
     return points, found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dying", "stride"), [(0, 6), (1, 2)])
 def test_death_of_a_rank_at_every_point_of_its_save(zygote, tmp_path, mode, dying, stride):
@@ -300,6 +301,7 @@ def save_what_the_main_process_cannot(folder, mode, moment):
     return str(caught.value), words, seconds[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("moment", ["run_savers", "write_state"])
 def test_a_main_process_that_fails_keeps_no_rank_waiting(tmp_path, mode, moment):
@@ -332,6 +334,7 @@ def departs(folder):
     return None
 
 
+@pytest.mark.costly
 def test_a_rank_that_ends_without_a_word_is_named(tmp_path):
     with RankPool(timeout=120) as pool:
         for message in pool.run(departs, tmp_path, world_size=SIZE):
@@ -415,6 +418,7 @@ def save_what_cannot_be_copied(folder):
     return str(caught.value)
 
 
+@pytest.mark.costly
 def test_a_rank_that_cannot_copy_its_rows_is_not_waited_for(tmp_path):
     with RankPool(timeout=60) as pool:
         main, other = pool.run(save_what_cannot_be_copied, tmp_path, world_size=SIZE)

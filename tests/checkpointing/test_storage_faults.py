@@ -4,6 +4,8 @@ damage.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.faults.storage_tools import forked
 from tests.faults.test_damaged_checkpoints import fuzz
 from tests.faults.test_storage_crashes import SCENARIOS, crash_everywhere
@@ -12,6 +14,7 @@ from tests.faults.test_storage_power_loss import lost, record
 IN_PLACE = "in place, and one deleted"
 
 
+@pytest.mark.costly
 def test_death_at_some_points_of_a_save(ranks, tmp_path):
     [(points, outcomes)] = ranks.run(
         crash_everywhere,
@@ -29,12 +32,14 @@ def test_death_at_some_points_of_a_save(ranks, tmp_path):
     assert frozenset({1, 2}) in {steps for steps, _ in outcomes}
 
 
+@pytest.mark.costly
 def test_a_loss_of_power_at_any_moment_of_two_saves(tmp_path):
     disk = record(tmp_path / "run", "async", saves=((1, "last"), (2, "last")))
     assert len(disk.moments) > 15
     assert lost(disk, tmp_path / "after") == []
 
 
+@pytest.mark.costly
 def test_random_damage_is_detected_or_harmless(ranks):
     [counts] = ranks.run(forked, fuzz, "quick", 40, 10, world_size=1, init=False)
     assert sum(counts.values()) == 40

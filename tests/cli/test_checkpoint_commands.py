@@ -904,6 +904,7 @@ def test_names_that_would_command_the_terminal_are_shown_as_text(ckpt, hostile):
     assert sum(line.startswith("CKPT+") for line in out) == 1
 
 
+@pytest.mark.costly
 def test_yaml_that_never_ends_ends(ckpt, hostile):
     laughs = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
     (hostile / "CKPT.yaml").write_text(f"unixtime: 1\nself: &s [*s]\na0: &a0 [lol]\n{laughs}\n")
@@ -965,6 +966,7 @@ def test_a_file_that_would_blow_up_is_not_loaded(ckpt, hostile):
     assert "it would unpack to more than it holds" in "\n".join(all_commands(ckpt, hostile.parent))
 
 
+@pytest.mark.costly
 def test_manifests_of_any_shape(ckpt, three):
     path = three.path / "CKPT+two" / "manifest.json"
     for text in (

@@ -85,6 +85,7 @@ def test_verify_and_export_see_damage(checkpoint, tmp_path, capsys):
 # ------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["net.safetensors", "net.pt"])
 def test_an_export_takes_a_block_of_memory(tmp_path, name):
     """The tensors are many times as large as what is held."""

@@ -171,6 +171,7 @@ def test_the_default_of_torchs_backward_keeps_no_graph(number):
 
 
 # torch's own look at it
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_function_may_call_it(number):
     @torch.compile(backend="eager")

@@ -785,6 +785,7 @@ def save_in(folder):
     fit(make(Saves, {"net": net}, checkpointer=saver), DATA, DATA)
 
 
+@pytest.mark.costly
 def test_read_only_output_folder(ranks, read_only):
     outcomes = ranks.outcomes(create, str(read_only / "out"), timeout=LIMIT_SECONDS)
     assert_all_told(
@@ -793,6 +794,7 @@ def test_read_only_output_folder(ranks, read_only):
     )  # fmt: skip
 
 
+@pytest.mark.costly
 def test_full_output_folder(ranks, full):
     outcomes = ranks.outcomes(create, str(full / "out"), timeout=LIMIT_SECONDS)
     assert_all_told(
@@ -801,6 +803,7 @@ def test_full_output_folder(ranks, full):
     )  # fmt: skip
 
 
+@pytest.mark.costly
 def test_a_file_in_the_place_of_the_output_folder(ranks, tmp_path):
     (tmp_path / "out").write_text("")
     outcomes = ranks.outcomes(create, str(tmp_path / "out"), timeout=LIMIT_SECONDS)

@@ -989,6 +989,7 @@ def test_a_dataset_of_whole_batches(ready_made):
     assert len(set(map(tuple, orders))) > 1
 
 
+@pytest.mark.costly
 def test_workers_give_the_same_batches():
     data = points(9)
     kwargs = {"batch_size": 2, "shuffle": True}

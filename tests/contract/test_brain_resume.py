@@ -58,6 +58,7 @@ def assert_same_losses(found, expected):
 INTERVALS = {"steps": {"ckpt_interval_steps": 2}, "minutes": {"ckpt_interval_minutes": 1e-9}}
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("cls", [Mortal, MortalOwn])
 @pytest.mark.parametrize("factor", [1, 2, 4])
@@ -108,6 +109,7 @@ def test_checkpoints_in_the_middle_of_an_epoch_stand_at_window_ends(tmp_path, ev
     assert [step for epoch, step in saved if epoch == 1] == expected
 
 
+@pytest.mark.costly
 def test_only_one_checkpoint_of_the_middle_is_kept_and_it_says_what_it_is(tmp_path):
     run(tmp_path, points(19), ckpt_interval_steps=2)
     [folder] = tmp_path.glob("CKPT*")
@@ -210,6 +212,7 @@ class Stream(IterableDataset):
         return iter(self.data)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_stream_is_continued_where_it_was(tmp_path, factor):

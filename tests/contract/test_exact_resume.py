@@ -98,6 +98,7 @@ def assert_exact(folder, make, dies_at, **options):
     return resumed
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("dies_at", [(1, 2), (1, 9), (2, 1), (2, 2), (3, 10)])
@@ -112,6 +113,7 @@ def test_a_resume_with_dropout_and_every_other_stream_is_exact(tmp_path, dies_at
     )
 
 
+@pytest.mark.costly
 def test_a_resume_at_the_end_of_an_epoch_is_exact(tmp_path):
     """Without checkpoints inside epochs: what is drawn after the save makes no difference."""
     assert_exact(tmp_path, lambda: points(20), (3, 4))
@@ -125,6 +127,7 @@ class MovesWeights(Noisy):
                 self.modules.net[0].bias.add_(torch.rand(4, dtype=torch.float64))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "dies_at",
     [

@@ -124,6 +124,7 @@ def test_a_limit_that_was_reached_before_ends_the_next_call():
     assert (again.reason, again.epochs, again.optimizer_steps) == ("optimizer_step_limit", 0, 6)
 
 
+@pytest.mark.costly
 def test_a_run_that_is_started_again_tells_of_what_it_still_did(tmp_path):
     with pytest.raises(Killed):
         fit(saving(tmp_path, counter := EpochCounter(3), dies_in=(Stage.TRAIN, 3)), counter)

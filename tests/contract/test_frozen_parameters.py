@@ -75,6 +75,7 @@ PLANS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("dies_at", [(3, 1), (3, 5), (4, 3)])
 @pytest.mark.parametrize("plan", PLANS)
@@ -134,6 +135,7 @@ def test_what_a_recipe_freezes_at_every_start_follows_its_options(tmp_path):
         assert head.weight.requires_grad is not freezes
 
 
+@pytest.mark.costly
 def test_of_a_checkpoint_that_does_not_tell_nothing_is_frozen(tmp_path, monkeypatch):
     """An earlier ddpkit has made it; and the script sets a part free between two calls of fit."""
 

@@ -269,6 +269,7 @@ def run(folder, *, cls=Scheduled, dies_at=None, batch_size=4, seed=7, run_opts=L
     return brain
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "cls",
     [Scheduled, *(pytest.param(one, marks=pytest.mark.slow) for one in (OldStyle, Tracing))],
@@ -281,6 +282,7 @@ def test_a_resumed_run_does_not_scale_twice(tmp_path, cls):
     assert_same(weights(resumed), weights(whole))
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("cls", [Scheduled, OldStyle])
 @pytest.mark.parametrize(

@@ -332,6 +332,7 @@ def compare(world, names):
 GLANCE = ["max_grad_norm", "grad_accumulation_factor"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world", some_of(WORLDS, ["ddp"], pytest.mark.slow))
 def test_options_count_on_several_ranks_as_if_they_were_given(ranks, world):
     number = WORLDS[world][0]

@@ -231,6 +231,7 @@ def inside(folder, cls, fails_at=None):
     return brain
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("cls", [Inside, InsideStart])
 def test_a_save_in_a_hook_of_a_batch_has_all_losses(tmp_path, cls):
@@ -245,6 +246,7 @@ def test_a_save_in_a_hook_of_a_batch_has_all_losses(tmp_path, cls):
     assert again.losses == whole.losses[-len(again.losses) :]
 
 
+@pytest.mark.costly
 def test_a_save_inside_of_an_own_fit_batch_says_what_it_lacks(tmp_path, caplog):
     whole = inside(tmp_path / "whole", InsideOwn)
     inside(tmp_path / "killed", InsideOwn, ("TRAIN", 2, 6))
@@ -294,6 +296,7 @@ def evaluated(brain, **keys):
     return weights(brain)
 
 
+@pytest.mark.costly
 def test_evaluate_takes_no_checkpoint_of_another_run(tmp_path):
     old, fit = rated(tmp_path, 0.0)
     fit()
@@ -381,6 +384,7 @@ def test_a_learning_rate_that_has_no_effect_is_told_once(tmp_path, caplog):
     )
 
 
+@pytest.mark.costly
 def test_the_learning_rate_in_use_is_recorded_so_that_every_start_with_another_one_is_told(
     tmp_path,
     caplog,

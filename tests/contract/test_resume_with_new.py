@@ -73,6 +73,7 @@ def said(caplog):
     return row
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("still", [True, False])
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
@@ -121,6 +122,7 @@ def steps(optimizer, _):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("every", "schedule"),
     [
@@ -154,6 +156,7 @@ def test_the_schedule_of_the_script_goes_on_at_the_step_of_the_run(tmp_path, sai
     assert again.rates == always.rates[12:]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("still", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_kill_after_a_new_schedule_changes_nothing(tmp_path, still):
     class Stopping(Saving):
@@ -191,6 +194,7 @@ def test_a_schedule_that_ends_too_early_is_refused(tmp_path):
         run(tmp_path, 3, schedule=lambda optimizer, _: short(optimizer), new="schedule")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("still", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_optimizer_begins_anew_once(tmp_path, said, still):
     for folder in "ab":

@@ -440,6 +440,7 @@ def test_a_save_before_a_resumed_run_has_gone_on_keeps_its_position(tmp_path, st
     assert_goes_on(tmp_path, *stops, **options)
 
 
+@pytest.mark.costly
 def test_a_recipe_that_saves_between_two_calls_goes_on_in_the_second(tmp_path):
     """Started again it saves there once more, and that save replaces the one that it goes on
     from.

@@ -433,6 +433,7 @@ KINDS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("dies_at", [(2, 1), (2, 5)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -465,6 +466,7 @@ def run_of(folder, scheduler_class, epochs, *, batch_size=4, dies_at=None, **opt
     return brain
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "scheduler_class", "same"),
     [
@@ -509,6 +511,7 @@ def test_a_run_that_goes_on_for_longer_keeps_the_schedule_that_it_began_with(
     assert "For a schedule of another length give --resume_with_new=schedule" in caplog.text
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     ("scheduler_class", "words"),
@@ -531,6 +534,7 @@ def test_a_schedule_of_epochs_keeps_its_length_too(tmp_path, caplog):
     assert "was made for 2 epochs, and this run has 4 epochs" in caplog.text
 
 
+@pytest.mark.costly
 def test_a_schedule_goes_on_in_the_unit_in_which_it_began(tmp_path, caplog):
     run_of(tmp_path, CosineAnnealingLR, 2, dies_at=(2, 1))
     brain = run_of(tmp_path, CosineAnnealingLR, 2, scheduler_every="epoch")
@@ -575,6 +579,7 @@ def test_an_epoch_that_a_resumed_run_ends_without_a_step_steps_its_schedule(tmp_
     assert brain.optimizer.param_groups[0]["lr"] == 0.025
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("before", "dies_at", "now", "total"),
     [

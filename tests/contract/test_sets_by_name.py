@@ -130,6 +130,7 @@ def numbers():
     return {**brain.result.logged["valid"], **tested}
 
 
+@pytest.mark.costly
 def test_two_ranks_find_the_numbers_of_one(ranks):
     expected = numbers()
     assert set(expected) == {"size", "noisy/size", "noisy/loss", "clean", "noisy"}
@@ -212,6 +213,7 @@ def resumed(folder, dies_in=None, **options):
     return brain and (weights(brain), brain.told[-2:])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("dies_in", "before", "after"),
     [

@@ -200,6 +200,7 @@ def test_three_calls_stopped_in_the_last(tmp_path):
     assert resumed.drawn[1] == whole.drawn[1]
 
 
+@pytest.mark.costly
 def test_a_call_that_failed_before_it_went_on_does_not_make_the_next_one_do_nothing(tmp_path):
     def careful(brain, counters, kwargs):
         brain.fit(counters[0], EASY, VALID, train_loader_kwargs=kwargs)
@@ -213,6 +214,7 @@ def test_a_call_that_failed_before_it_went_on_does_not_make_the_next_one_do_noth
     assert start(tmp_path, careful).trained_on
 
 
+@pytest.mark.costly
 def test_a_counter_that_is_not_saved_is_told(tmp_path, caplog):
     def plain(brain, counters, kwargs):
         brain.fit(range(1, 4), EASY, VALID, train_loader_kwargs=kwargs)

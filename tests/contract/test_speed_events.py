@@ -166,6 +166,7 @@ def test_fit_again_and_after_a_step_that_failed(speed):
     assert hooks(brain) == [0]
 
 
+@pytest.mark.costly
 def test_a_resume_inside_of_an_epoch_ends_with_the_same_weights(speed, tmp_path):
     def run(folder, stop_at=None, **options):
         counter = EpochCounter(2)

@@ -195,6 +195,7 @@ def test_contexts_of_one_brain_have_one_memory():
         assert (signals.stop_signal, signals.save_wanted) == (signal.SIGTERM, True)
 
 
+@pytest.mark.costly
 def test_a_signal_is_not_lost_at_any_line_of_the_beginning_and_the_end():
     """Each child gets it one line later, until there is none; nobody acts on it, so it has to
     interrupt.

@@ -702,6 +702,7 @@ def test_a_silent_rank_is_shown_as_such_and_another_one_tells(clock, store, capl
     assert "silent for 1" in text.splitlines()[1]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("warning", [0.0, 30.0])
 def test_the_timeout_ends_the_run_and_zero_switches_it_off(clock, store, warning, capfd):
@@ -720,6 +721,7 @@ def test_the_timeout_ends_the_run_and_zero_switches_it_off(clock, store, warning
     assert "where all threads are" in capfd.readouterr().err
 
 
+@pytest.mark.costly
 def test_no_warning_if_none_is_asked_for(clock, store, caplog):
     one = Watched(store)
     one.hang_warning = one.hang_timeout = 0.0
@@ -739,6 +741,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(clock, store, capl
     assert "has made no step for 6" in one.ended[0]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("how", ["unlimited_calls", "outside"])
 def test_the_clock_stands_still_in_work_of_the_main_process_and_outside_of_fit(

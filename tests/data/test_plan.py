@@ -96,6 +96,7 @@ def test_large_worlds_see_every_index_once():
     assert len({len(sampler) for sampler in ranks}) == 1, "all keep step"
 
 
+@pytest.mark.costly
 @FAST
 @given(
     samples=st.integers(0, 60),

@@ -66,6 +66,7 @@ def chi_square(counts, expected):
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.costly
 def test_all_permutations_of_four_are_alike_frequent():
     draws = 12_000
     found = Counter(
@@ -93,6 +94,7 @@ def test_values_and_positions_of_a_large_order_are_uniform():
         assert chi_square(table, size / cells**2) < 330  # at most 255 degrees of freedom, p = 0.001
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [SMALL + 5, pytest.param(3 * SMALL, marks=pytest.mark.slow)])
 def test_every_position_takes_every_value_over_the_epochs(size):
     """Where the first sample stands, and what stands first, over many epochs of a Feistel order."""

@@ -116,6 +116,7 @@ def test_streams_are_dealt_out_by_counting():
     assert over(2, Stream(3), batch_size=None) == [[0, 2], [1]]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("size", [13, 0, 1, 7, 12, 40])
 @pytest.mark.parametrize("cls", [Stream, Lazy])
@@ -136,6 +137,7 @@ def test_the_same_global_batches_on_any_number_of_ranks_and_workers(cls, size):
             )
 
 
+@pytest.mark.costly
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     size=st.integers(0, 60),
@@ -232,6 +234,7 @@ class Shuffled(Stream):
             yield number, (random.random(), float(np.random.rand()), float(torch.rand(())))  # noqa: NPY002
 
 
+@pytest.mark.costly
 def test_a_stream_that_draws_random_numbers_is_the_same_everywhere():
     """Law 1: on any number of ranks and workers it has the same order and the same noise; in each
     epoch another.

@@ -71,6 +71,7 @@ def on_cpu(monkeypatch):
 # --------------------------------------------------------------------------------- to a good end
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 def test_two_ranks_train_as_the_process_itself_and_rank_0_returns_the_loss():
     worlds = []
@@ -137,6 +138,7 @@ def raise_boom():
     raise ValueError("boom")
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 def test_a_rank_that_fails_ends_the_others_and_its_traceback_is_raised():
     began = time.monotonic()
@@ -165,6 +167,7 @@ def test_a_rank_that_fails_where_no_group_is_ends_one_that_only_sleeps():
     assert soon(began, 10)
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 def test_a_rank_that_is_killed_is_named():
     kill = functools.partial(rank_1_dies, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -172,6 +175,7 @@ def test_a_rank_that_is_killed_is_named():
         notebook_launch(train, 2, args=(LONG, kill))
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 def test_an_interrupt_stops_the_ranks_with_a_checkpoint_and_the_next_call_goes_on(tmp_path):
     begun = tmp_path / "begun"
@@ -202,6 +206,7 @@ def test_an_interrupt_stops_the_ranks_with_a_checkpoint_and_the_next_call_goes_o
         notebook_launch(train, 2, args=(LONG, first_step, tmp_path / "save"))
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 def test_a_run_that_was_asked_to_stop_says_so():
     def in_step(brain):
@@ -238,6 +243,7 @@ def test_calls_that_make_no_sense(fn, nproc, args, words):
         notebook_launch(fn, nproc, args)
 
 
+@pytest.mark.costly
 def test_ranks_that_could_not_use_the_gpus_are_not_forked(monkeypatch):
     monkeypatch.setattr(notebook, "count_gpus", lambda: 2)
     monkeypatch.setattr(notebook, "is_lost_by_fork", lambda kind: kind == "cuda")
@@ -274,6 +280,7 @@ def test_the_name_is_the_packages():
     assert "notebook_launch" in ddpkit.__all__
 
 
+@pytest.mark.costly
 def test_ranks_meet_in_collectives_of_a_group_without_a_brain(monkeypatch):
     monkeypatch.setattr(notebook, "count_gpus", lambda: 0)
 

@@ -43,6 +43,7 @@ def damage(url, name):
     filesystem.pipe_file(f"{path}/{name}", bytes(data))
 
 
+@pytest.mark.costly
 def test_a_run_that_dies_goes_on_elsewhere_to_the_bits_of_the_uninterrupted_one(store, tmp_path):
     whole = weights(train(tmp_path / "whole", 4))
     with pytest.raises(Dead):

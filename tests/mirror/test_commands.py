@@ -154,6 +154,7 @@ def test_ckpt_reads_every_byte_of_a_checkpoint_in_a_store(trained, capsys, named
     assert names_in(url) == before
 
 
+@pytest.mark.costly
 def test_the_page_of_a_run_in_a_store(store, recipe, tmp_path):  # noqa: F811 -- a fixture
     run(recipe, f"--output_folder={store}", epochs=1)
     other_machine()

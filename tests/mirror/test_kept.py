@@ -172,6 +172,7 @@ def test_with_warn_the_end_of_fit_only_says_it(store, place, gate, monkeypatch, 
     assert "not in the store yet" in caplog.text
 
 
+@pytest.mark.costly
 def test_what_a_killed_run_could_not_copy_up_is_gone_on_from_and_copied(
     store, place, gate, monkeypatch, tmp_path
 ):
@@ -190,6 +191,7 @@ def test_what_a_killed_run_could_not_copy_up_is_gone_on_from_and_copied(
     assert ObjectFolder(store).names() == names(checkpointer)
 
 
+@pytest.mark.costly
 def test_another_machine_goes_on_from_the_store(store, place, tmp_path):
     whole = weights(train(tmp_path / "whole", 4))
     with pytest.raises(Dead):
@@ -199,6 +201,7 @@ def test_another_machine_goes_on_from_the_store(store, place, tmp_path):
     assert torch.equal(weights(brain), whole)
 
 
+@pytest.mark.costly
 def test_the_machine_that_has_come_further_wins_and_the_branch_is_moved_away(
     store, place, gate, monkeypatch, tmp_path, caplog
 ):
@@ -231,6 +234,7 @@ def test_the_machine_that_has_come_further_wins_and_the_branch_is_moved_away(
     assert any(name.startswith("earlier-") for name in checkpoints_in(store))
 
 
+@pytest.mark.costly
 def test_the_store_wins_where_another_machine_has_come_further(store, place, tmp_path):
     whole = weights(train(tmp_path / "whole", 4))
     with pytest.raises(Dead):

@@ -114,6 +114,7 @@ def test_all_of_the_output_folder_is_in_the_store_at_the_end(store, recipe):
     assert f"output_folder: {store}" in text(store, "hyperparams.yaml")
 
 
+@pytest.mark.costly
 def test_rows_of_a_run_that_goes_on_elsewhere_are_there_once(store, recipe, tmp_path):
     whole = run(recipe, f"--output_folder={tmp_path / 'whole'}")
     expected = {

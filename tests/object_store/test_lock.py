@@ -212,6 +212,7 @@ def test_another_process_keeps_it_out_until_it_is_killed(tmp_path, monkeypatch):
         lock.require()
 
 
+@pytest.mark.costly
 def test_a_process_that_exits_gives_it_back_and_a_forked_child_does_not(tmp_path):
     url = f"file://{tmp_path}/run"
     forks = """

@@ -476,6 +476,7 @@ def test_a_clean_model_holds_to_rounding(check, world_size, factor, kind):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
@@ -513,6 +514,7 @@ def test_padding_that_only_the_loss_masks_holds_without_a_batch_norm(check):
     assert report.holds, report
 
 
+@pytest.mark.costly
 def test_tolerances_follow_what_the_model_computes_in(check):
     assert check(precision="bf16").tolerance == 5e-2
     assert check().tolerance == 1e-9
@@ -528,6 +530,7 @@ def test_float32_on_a_gpu_is_rough():
     assert causes.tolerance_of(on_gpu, gradients) == causes.ROUGH
 
 
+@pytest.mark.costly
 def test_parameters_without_a_gradient(check):
     """DDP waits for them, in a check as in a training."""
     assert check(kind="unused", find_unused_parameters=True).holds
@@ -583,6 +586,7 @@ def test_a_cause_is_named(check, cls, cause, words, factor):
     assert re.search(words, report.cause), report
 
 
+@pytest.mark.costly
 def test_a_loss_to_which_the_first_rank_adds_nothing_is_told(check):
     # the first four targets are negative
     report = check(Positive, data="looped", samples=40, world_size=3)
@@ -591,6 +595,7 @@ def test_a_loss_to_which_the_first_rank_adds_nothing_is_told(check):
     )
 
 
+@pytest.mark.costly
 @needs_torch("2.13", "gloo sends no complex numbers")
 def test_complex_gradients_are_compared_whole(check):
     assert check(Sum, "imaginary").kind == "loss"
@@ -671,6 +676,7 @@ def test_ranks_with_other_data_are_told_of_it(check):
         check(data="unsorted")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("cls", [Sum, pytest.param(TokenMean, marks=pytest.mark.slow)])
 def test_a_cause_is_named_under_fsdp(check, cls):
     report = check(cls, strategy="fsdp")

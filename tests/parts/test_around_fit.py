@@ -60,6 +60,7 @@ class Broken(Part):
             raise ValueError("it breaks")
 
 
+@pytest.mark.costly
 def test_contexts_nest_in_the_order_of_the_parts_and_those_of_options_are_inside():
     told = []
     brain = make(hparams={"parts": [Around("a", told), Around("b", told)]}, gc_interval=2)

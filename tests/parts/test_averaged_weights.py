@@ -193,6 +193,7 @@ def assert_equal_on_two(ranks, settings, **options):
 RENEWED = {"kind": "mean", "start_step": 3, "renew_batch_statistics": 4}
 
 
+@pytest.mark.costly
 def test_two_processes_average_and_renew_as_one(ranks):
     assert_equal_on_two(ranks, RENEWED)
 
@@ -207,6 +208,7 @@ def test_so_with_other_strategies_and_more_batches_than_there_are(ranks, options
 # ---------------------------------------------------------------------- a run that goes on
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dies_at", [5, *(pytest.param(one, marks=SLOW) for one in (2, 3, 8, 11))])
 def test_a_late_start_is_exact_after_a_kill(tmp_path, dies_at):
     new = functools.partial(AveragedWeights, **RENEWED)
@@ -221,6 +223,7 @@ def test_a_late_start_is_exact_after_a_kill(tmp_path, dies_at):
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
 
 
+@pytest.mark.costly
 def test_statistics_are_not_renewed_again_after_a_kill_where_nothing_was_averaged_since(tmp_path):
     new = functools.partial(AveragedWeights, kind="mean", every_steps=10, renew_batch_statistics=2)
     options = {"ckpt_interval_steps": 2}

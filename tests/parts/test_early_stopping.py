@@ -138,6 +138,7 @@ def test_a_further_call_of_fit_counts_anew():
     assert two_calls() == ([3, 4], 8.0, 4)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dies_in", [(1, 2), (2, 1), (2, 3), (2, 4)])
 def test_calls_of_fit_that_go_on_from_a_checkpoint_end_as_if_nobody_had_killed_them(
     tmp_path, dies_in
@@ -174,6 +175,7 @@ def stopped_inside(folder, *, dies=False):
     return first, counter.current, result.optimizer_steps, net.weight.tolist()
 
 
+@pytest.mark.costly
 def test_a_call_of_fit_that_has_ended_inside_of_an_epoch_ends_there_after_a_kill_too(tmp_path):
     whole = stopped_inside(tmp_path / "whole")
     assert whole[:3] == ((1, 6), 2, 12)

@@ -298,6 +298,7 @@ def counted(folder, dies_at=None, interval=1):
     return part.steps, part.stages, weights(brain)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dies_at", [2, 5, 9])
 def test_a_part_goes_on_where_the_run_does(tmp_path, dies_at):
     expected = counted(tmp_path / "whole")

@@ -152,6 +152,7 @@ def test_other_samples_show_where_their_weights_are_equal(log):
     assert [record["samples"] for record in one] != [record["samples"] for record in other]
 
 
+@pytest.mark.costly
 def test_a_killed_run_goes_on_with_its_chain(log, tmp_path):
     train(Saving, folder=tmp_path / "whole")
     whole = log()
@@ -275,6 +276,7 @@ def test_a_run_without_them_says_so(log):
     assert (log()[0]["average"], log()[0]["schedule"]) == (None, None)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("every", ["step", "epoch"])
 def test_a_killed_run_goes_on_with_its_averages_and_schedule(log, tmp_path, caplog, every):
     options = {"ema_decay": 0.9, "scheduler_every": every}

@@ -153,6 +153,7 @@ def run_on_ranks(with_validations):
     return weights(brain), of_training(brain), [row[:2] for row in brain.validations]
 
 
+@pytest.mark.costly
 def test_the_training_of_two_ranks_is_what_it_is_without_the_validations(ranks):
     without = ranks.run(run_on_ranks, False, world_size=2)
     found = ranks.run(run_on_ranks, True, world_size=2)
@@ -174,6 +175,7 @@ class Plain(Noisy):
         return self.modules.net(batch[0])
 
 
+@pytest.mark.costly
 def test_two_ranks_find_the_losses_of_one(ranks):
     expected = losses_of_validations()
     assert [where for where, _ in expected] == [(1, 2), (1, 4), (1, 6), (2, 8), (2, 10), (2, 12)]
@@ -219,6 +221,7 @@ def of_stream():
     return [row[:2] for row in brain.validations], stages, weights(brain)
 
 
+@pytest.mark.costly
 def test_the_last_step_of_a_stream_has_one_validation_after_the_epoch(ranks):
     steps, stages, expected = of_stream()
     assert steps == [(1, 3), (1, 6), (2, 9), (2, 12)]
@@ -408,6 +411,7 @@ FAST_KILLS = {
 SAVES = {"own saves": {}, "saves of each step": EVERY_STEP}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kill", "saves"),
     [
@@ -490,6 +494,7 @@ def stopped_early(folder=None, patience=2):
     return result.reason, result.optimizer_steps, [row[1] for row in brain.validations]
 
 
+@pytest.mark.costly
 def test_early_stopping_counts_validations_and_ends_the_epoch_where_it_is(ranks):
     # the third validation is the best, and two more are no better
     expected = ("early_stop", 10, [2, 4, 6, 8, 10])

@@ -225,6 +225,7 @@ drawn = pytest.mark.parametrize("number", [4, pytest.param(12, marks=pytest.mark
 
 
 # Three ranks divide unevenly all that two do.
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world_size", "number"),
     [
@@ -243,6 +244,7 @@ def test_any_sizes(ranks, world_size, number):
     compare(ranks, world_size, small + draw(world_size, number))
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @drawn
 @pytest.mark.parametrize("world_size", [2, 3])

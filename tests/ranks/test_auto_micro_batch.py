@@ -244,6 +244,7 @@ IN_THE_SECOND_BATCH = {  # what the model is like, and the sizes that the run en
 }
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("case", IN_THE_SECOND_BATCH)
 def test_the_epoch_in_which_memory_runs_out_tells_each_sample_once(case):
@@ -595,6 +596,7 @@ def test_what_cannot_be_repeated_or_divided_is_refused():
     assert "made already, by a batch_sampler" in refused(loading={"batch_sampler": batches})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_recipe_that_steps_by_itself_has_the_bits_of_the_size_that_fits(ranks, number):
     """The processes agree before its optimizers_step is called."""
@@ -630,6 +632,7 @@ def test_a_recipe_that_sends_something_itself_ends_with_an_error(ranks):
         assert outcome.error_type == "RankMismatchError"
 
 
+@pytest.mark.costly
 def test_a_step_that_is_repeated_is_no_resume_to_metrics(caplog):
     brain = make(most=2, model={"after": 7}, micro_batch_size=4)
     brain.seen_samples = Sum()
@@ -701,6 +704,7 @@ class Listed(nn.Module):
         self.values.append(targets)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("after", [0, 3])
 def test_samples_that_are_listed_in_a_step_that_is_made_again_are_there_once(after):
     data = points(SAMPLES)
@@ -754,5 +758,6 @@ def assign(option):
     return brain.raw_modules.model.layer.weight.tolist()
 
 
+@pytest.mark.costly
 def test_buffers_that_are_assigned_anew_are_sent_as_without_the_option(ranks):
     assert ranks.run(assign, True) == ranks.run(assign, False)

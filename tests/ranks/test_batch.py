@@ -76,6 +76,7 @@ def train(kind, factor=1, workers=0):
     return weights(brain), result.train_loss
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("kind", "world"), [("plan", 2), ("dynamic", 3), ("own", 2), ("own", 3)])
 def test_unequal_padded_batches_come_to_the_same_weights_on_any_number_of_ranks(ranks, kind, world):

@@ -91,6 +91,7 @@ def train_gan(joined):
     return weights(brain), brain.optimizer_step, wrapped
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_gan_has_the_same_weights_as_in_one_process(ranks, world):
@@ -374,6 +375,7 @@ def train_thawing():
     return brain.moments
 
 
+@pytest.mark.costly
 def test_what_is_unfrozen_later_is_averaged_from_then_on(ranks):
     expected = train_thawing()
     moved = [
@@ -444,6 +446,7 @@ def train_normalised(folder):
     return converted, state, weights(brain), brain.losses
 
 
+@pytest.mark.costly
 def test_batchnorm_is_synchronised_and_saved_through_the_recipes_own_reference(ranks, tmp_path):
     _, expected, _, losses = train_normalised(tmp_path / "one")
     for converted, state, _, losses_there in ranks.run(train_normalised, tmp_path / "two"):
@@ -472,6 +475,7 @@ def fit_once():
     return weights(brain)
 
 
+@pytest.mark.costly
 def test_fit_twice_wraps_once(ranks):
     for twice, once in zip(ranks.run(fit_twice), ranks.run(fit_once), strict=True):
         assert_close(twice, once)
@@ -681,6 +685,7 @@ def stage_losses(shard_evaluation):
     return [*brain.told, ("returned", test)]
 
 
+@pytest.mark.costly
 def test_stage_losses_are_one_number_on_all_ranks(ranks):
     full = ranks.run(stage_losses, False)
     assert_alike(full)
@@ -736,6 +741,7 @@ def stop_early():
     return counter.current, counter.best_limit, brain.optimizer_step
 
 
+@pytest.mark.costly
 def test_all_ranks_stop_at_the_same_epoch(ranks):
     assert ranks.run(stop_early) == [(4, 3, 8)] * 2
 
@@ -764,6 +770,7 @@ def random_streams():
     )
 
 
+@pytest.mark.costly
 def test_weights_begin_equal_and_noise_differs(ranks):
     first, second = ranks.run(random_streams)
     assert first[:2] == second[:2]
@@ -912,6 +919,7 @@ def test_streams_give_every_item_once_and_end_together(ranks, number, world, kin
         )
 
 
+@pytest.mark.costly
 def test_a_stream_under_an_overridden_fit_batch(ranks):
     """A full window is exact; in the last one an item that is repeated to keep step counts, but
     never double.
@@ -1005,6 +1013,7 @@ def save_one_sided(folder):
     return loss, {name: value.tolist() for name, value in weights(brain).items()}
 
 
+@pytest.mark.costly
 def test_one_sided_calls_in_on_stage_end(ranks, tmp_path):
     assert_alike(ranks.run(save_one_sided, tmp_path))
     assert sorted(path.name for path in (tmp_path / "save").glob("CKPT*")) == [
@@ -1091,6 +1100,7 @@ def debug_folder(folder):
     return found, {name: value.tolist() for name, value in weights(brain).items()}
 
 
+@pytest.mark.costly
 def test_debug_has_one_folder_for_all_ranks(ranks, tmp_path):
     results = ranks.run(debug_folder, tmp_path)
     assert_alike(results)
@@ -1203,6 +1213,7 @@ def evaluate_after_intra_epoch_checkpoint(folder):
     return loss, expected, len(brain.trained_on)
 
 
+@pytest.mark.costly
 def test_evaluate_after_a_checkpoint_of_the_middle(ranks, tmp_path):
     for loss, expected, batches in ranks.run(evaluate_after_intra_epoch_checkpoint, tmp_path):
         assert loss == pytest.approx(expected)

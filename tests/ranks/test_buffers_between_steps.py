@@ -104,6 +104,7 @@ def validated(options):
     return trained(parts.ValidationSchedule(every_steps=1), **options).evaluated
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [

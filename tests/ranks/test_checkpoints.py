@@ -430,6 +430,7 @@ def resume_a_large_file(folder):
     return torch.equal(model.table, Large(step=1).table)
 
 
+@pytest.mark.costly
 def test_a_file_that_is_sent_in_several_pieces_is_whole_on_every_rank(ranks, tmp_path):
     assert ranks.run(resume_a_large_file, tmp_path) == [True, True]
 
@@ -462,6 +463,7 @@ def train_on_own_disks(folder, stops):
     return brain.optimizer_step, weights(brain)["net.weight"].tolist()
 
 
+@pytest.mark.costly
 def test_a_run_goes_on_exactly_where_only_rank_0_s_node_has_the_folder(ranks, tmp_path):
     whole = ranks.run(train_on_own_disks, tmp_path / "whole", False)
     assert ranks.run(train_on_own_disks, tmp_path / "stopped", True)[0][0] == 3

@@ -125,6 +125,7 @@ def sent_dtypes(cls, factor, options):
     return found, set(sent)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("cls", "factor"), [(Regression, 1), (SpeechBrainFitBatch, 3)])
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
@@ -206,6 +207,7 @@ class PoisonedOnce(Regression):
         )
 
 
+@pytest.mark.costly
 def test_powersgd_goes_on_after_a_step_that_was_not_finite(ranks):
     for _, losses, alike in ranks.run(power_factor, PoisonedOnce, POWER, world_size=2):
         assert alike
@@ -217,6 +219,7 @@ class Sums(Regression):
         return 1e6 * (predictions - batch[1]).square().sum(), 1e6 * len(batch[1])
 
 
+@pytest.mark.costly
 def test_a_large_sum_fits_into_fp16(ranks):
     """It is divided by a power of two near the count before it is sent, as where a scaler
     multiplies it.
@@ -410,6 +413,7 @@ def train_normed(options):
     )
 
 
+@pytest.mark.costly
 def test_without_synchronisation_each_rank_normalises_its_rows_and_rank_0s_statistics_count(ranks):
     shared = ranks.run(train_normed, {}, world_size=2)
     own = ranks.run(train_normed, {"sync_batchnorm": False}, world_size=2)

@@ -157,6 +157,7 @@ def train_reentrant(static_graph=None):
     return train(TwicePerPass(), 8, **({"static_graph": True} if static_graph else {}))
 
 
+@pytest.mark.costly
 def test_reentrant_checkpointing_under_ddp_names_its_two_cures(ranks):
     assert train_reentrant() == 4
     for outcome in ranks.outcomes(train_reentrant, timeout=LIMIT_SECONDS):

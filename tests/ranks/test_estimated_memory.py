@@ -20,6 +20,7 @@ CASES = {
 WITHIN = 0.1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_of_a_step_is_as_estimated(ranks, tmp_path, case):
     options = CASES[case]

@@ -9,6 +9,7 @@ from tests.contract.test_evaluation_drops_nothing import FORMS, evaluate, expect
 SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form != "dataset"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("form", ["dataset", *SLOW])
 def test_drop_last_leaves_no_sample_out_of_an_evaluation_on_several_processes(ranks, form):
     loss, outputs = expected()

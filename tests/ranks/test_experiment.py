@@ -32,6 +32,7 @@ def create_before_the_group():
         close_experiment()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("main_only", [False, True])
 def test_main_writes_and_nobody_hangs(ranks, tmp_path, main_only):
     recipe = tmp_path / "train.yaml"
@@ -51,6 +52,7 @@ def test_main_writes_and_nobody_hangs(ranks, tmp_path, main_only):
     assert (event["event"], event["world_size"]) == ("start", 2)
 
 
+@pytest.mark.costly
 def test_a_folder_that_cannot_be_made_fails_on_every_rank(ranks, tmp_path):
     (tmp_path / "file").write_text("")
     outcomes = ranks.outcomes(create, str(tmp_path / "file" / "out"))
@@ -68,6 +70,7 @@ def test_missing_hyperparams_fail_on_every_rank(ranks, tmp_path):
     assert all("none.yaml' does not exist" in outcome.error for outcome in outcomes)
 
 
+@pytest.mark.costly
 def test_before_the_process_group_main_alone_writes(ranks, tmp_path):
     folder = tmp_path / "out"
     ranks.run(create_before_the_group, init=False, env={"FOLDER": str(folder)})

@@ -55,6 +55,7 @@ def load_beside_garbage():
     return own, found
 
 
+@pytest.mark.costly
 def test_a_worker_never_collects_a_module_of_an_earlier_training(ranks):
     assert ranks.run(load_beside_garbage, world_size=2) == [(1, [0, 0, 0, 0])] * 2
 

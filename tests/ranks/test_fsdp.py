@@ -300,6 +300,7 @@ def parts(**options):
     ]
 
 
+@pytest.mark.costly
 def test_each_rank_holds_a_part(ranks):
     weights, states = zip(*ranks.run(parts), strict=True)
     assert [sum(weights), sum(states)] == parts()
@@ -441,6 +442,7 @@ def stop_and_go_on_with_own_loader(folder, kind):
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["hook", "class"])
 def test_what_has_a_loader_of_its_own_is_not_saved_in_shards(ranks, tmp_path, kind):
     (found,) = ranks.run(stop_and_go_on_with_own_loader, tmp_path, kind)[0]
@@ -477,6 +479,7 @@ def fit_on_own_disks_with_zero1(folder):
     return train(Classifier, own, strategy="zero1", **SAVING)["steps"]
 
 
+@pytest.mark.costly
 def test_ranks_that_share_no_folder_have_rank_0_gather_what_zero1_divides(ranks, tmp_path):
     assert min(ranks.run(fit_on_own_disks_with_zero1, tmp_path)) > 0
     newest = Checkpointer(tmp_path / "0").find_checkpoint()
@@ -495,6 +498,7 @@ def fit_in_mirrors(folder):
         return train(Classifier, folder, **SAVING)["steps"]
 
 
+@pytest.mark.costly
 def test_mirrors_on_several_machines_get_whole_states(ranks, tmp_path):
     assert min(ranks.run(fit_in_mirrors, tmp_path)) > 0
     assert not list(Checkpointer(tmp_path).find_checkpoint().path.glob("*.safetensors"))
@@ -914,6 +918,7 @@ def saves_alone(folder):
         log.removeHandler(handler)
 
 
+@pytest.mark.costly
 def test_a_save_by_the_main_process_alone_is_an_error(ranks, tmp_path):
     results = ranks.run(saves_alone, tmp_path, timeout=60)
     for message, _ in results:
@@ -923,6 +928,7 @@ def test_a_save_by_the_main_process_alone_is_an_error(ranks, tmp_path):
     )
 
 
+@pytest.mark.costly
 def test_a_recipe_that_saves_a_part_is_told_how_to_save_all(ranks, tmp_path):
     for message in ranks.run(
         message_of,
@@ -1067,6 +1073,7 @@ def messages(folder):
     ]
 
 
+@pytest.mark.costly
 @needs_torch("2.13", "it has no Muon")
 def test_what_cannot_be_divided_is_an_error_on_every_rank(ranks, tmp_path):
     for found in ranks.run(messages, tmp_path):

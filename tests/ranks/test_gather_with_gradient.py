@@ -59,6 +59,7 @@ def trained(batch, own_rows=False, options=()):
 
 # 11 samples in steps of 8: on two ranks the last step has 2 and 1; on three, in steps of 9, one and
 # one and none
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("processes", "step", "own_rows"),
     [

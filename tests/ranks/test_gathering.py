@@ -152,6 +152,7 @@ def test_what_a_users_sampler_draws(ranks, kind, indices, shard):
         assert_results(found, indices)
 
 
+@pytest.mark.costly
 def test_workers_change_nothing(ranks):
     for [(_, _, found)] in ranks.run(evaluate_with, "workers", True):
         assert_results(found, range(7))
@@ -421,6 +422,7 @@ def evaluate_stream(size, shard, divides, workers):
     return brain.found
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 def test_a_stream_comes_in_its_own_order_or_rank_by_rank(ranks, shard):
@@ -617,6 +619,7 @@ def predict(size, cls, kwargs, stream=False):
     return brain.predict(data, loader_kwargs=kwargs)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "world",
@@ -757,6 +760,7 @@ def after_training(folder):
     return last, first, ids
 
 
+@pytest.mark.costly
 def test_predict_recovers_the_checkpoint_that_is_asked_for(ranks, tmp_path):
     alone = after_training(tmp_path / "one")
     assert not torch.equal(alone[0], alone[1])
@@ -779,6 +783,7 @@ class Index(Collect):
         return batch[2]
 
 
+@pytest.mark.costly
 def test_predictions_with_a_batch_sampler(ranks):
     assert ranks.run(dealt_sequentially, world_size=2) == [list(range(5))] * 2
 

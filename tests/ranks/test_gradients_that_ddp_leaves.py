@@ -102,6 +102,7 @@ def assert_equals_one_process(ranks, cls, world_size, options, is_own=False, ada
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "options",
@@ -143,6 +144,7 @@ class InOddSteps(Regression):
         return outputs + self.modules.frozen(batch[0]) if is_odd else outputs
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"strategy": "zero1"}, marks=pytest.mark.slow)],

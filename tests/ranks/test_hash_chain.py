@@ -99,6 +99,7 @@ def single(tmp_path_factory):
     return exact(tmp_path_factory.mktemp("single"))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_one_digest_under_each_strategy(ranks, tmp_path, single, strategy):
     options = {"fsdp_blocks": ["Linear"], "fsdp_min_parameters": 1} if strategy == "fsdp" else {}
@@ -115,6 +116,7 @@ def virtual(folder, **options):
     return run_on_main(records_of, [folder])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [{}, {"grad_accumulation_factor": 2, "loading": {"batch_size": 1}}],
@@ -127,6 +129,7 @@ def test_one_chain_of_virtual_ranks_on_one_process_and_on_two(ranks, tmp_path, o
     assert ranks.run(functools.partial(virtual, tmp_path / "two", **options)) == [alone] * 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "strategy", ["zero1", pytest.param("fsdp", marks=needs_own_reduce_scatter)]
 )
@@ -138,6 +141,7 @@ def test_one_chain_of_virtual_ranks_on_one_process_and_divided(ranks, tmp_path, 
     assert ranks.run(divided) == [alone] * 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_run_goes_on_with_its_chain_under_another_strategy(ranks, tmp_path, single, strategy):
     options = {"fsdp_blocks": ["Linear"], "fsdp_min_parameters": 1} if strategy == "fsdp" else {}

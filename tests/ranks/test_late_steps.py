@@ -41,6 +41,7 @@ def told_of_zero1(brain):
     return [one.detach().tolist() for one in brain.modules.parameters()], brain.ends
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_on_two_ranks(ranks, name):

@@ -228,6 +228,7 @@ def train_on_plain(data, kwargs=None):
     return brain.seen
 
 
+@pytest.mark.costly
 def test_a_loader_of_ones_own_that_divides_itself_is_told(ranks):
     for found in ranks.run(train_on_loader, DividesItself, world_size=2):
         assert isinstance(found, str)

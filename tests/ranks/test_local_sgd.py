@@ -169,6 +169,7 @@ class Simulated:
                     averaged([self.state(rank) for rank in everybody])
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("size", "start"), [(2, 0), (3, 2)])
 def test_weights_and_moments_are_those_of_ranks_simulated_by_hand(ranks, size, start):
@@ -336,6 +337,7 @@ def averaged_count(number):
     return count.item()
 
 
+@pytest.mark.costly
 def test_the_average_of_equal_counts_of_steps_is_their_number(ranks):
     """In float32 three times this is rounded, and a third of that is no whole number."""
     assert ranks.run(averaged_count, 6000001.0, world_size=3) == [6000001.0] * 3

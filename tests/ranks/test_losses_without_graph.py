@@ -154,12 +154,14 @@ def assert_equals_one_process(ranks, cls, world_size, options, **given):
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("cls", [Sparse, Sums])
 def test_a_loss_without_a_graph_counts_as_a_batch_that_uses_nothing(ranks, cls):
     assert_equals_one_process(ranks, cls, 3, {})
 
 
+@pytest.mark.costly
 def test_likewise_in_a_batch_that_does_not_call_the_module(ranks):
     assert_equals_one_process(ranks, OneEntryOfSums, 3, {})
 

@@ -169,6 +169,7 @@ def assert_equals_one_process(ranks, cls, options, **given):
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.costly
 def test_a_loss_without_a_graph_goes_backwards_through_batch_statistics(ranks):
     assert_equals_one_process(ranks, Once, {})
 

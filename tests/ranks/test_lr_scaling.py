@@ -22,6 +22,7 @@ def train(joined, factor, number, run_opts):
     return brain.rates, brain.optimizer_step, brain.lr_scale, weights(brain)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
 @pytest.mark.parametrize(("factor", "number"), [(1, 24), (3, 24), (2, 25), (1, 29)])

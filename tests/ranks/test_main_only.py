@@ -225,6 +225,7 @@ def guarded():
     return 1 / 0
 
 
+@pytest.mark.costly
 def test_caught_errors_leave_the_ranks_in_step(ranks):
     expected = [float(sum(3 + 3 * n for n in range(50)))] * 2
     assert ranks.run(caught, 50, world_size=WORLD) == [expected] * WORLD
@@ -347,6 +348,7 @@ def big(size):
     return len(value), hash(value) == hash(ddp.ddp_broadcast(value))
 
 
+@pytest.mark.costly
 def test_a_value_of_20_mb(ranks):
     assert ranks.run(big, 20_000_000) == [(20_000_000, True)] * 2
 
@@ -465,6 +467,7 @@ def as_two_nodes_that_take_ranks_in_turn():
     return [os.environ.get(name) for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE")]
 
 
+@pytest.mark.costly
 def test_nothing_is_learned_of_ranks_that_are_not_numbered_node_by_node(ranks):
     learned = ranks.run(as_two_nodes_that_take_ranks_in_turn, init=False, world_size=4)
     assert learned == [[None, None]] * 4
@@ -550,6 +553,7 @@ def long_work(seconds):
     return value, waited
 
 
+@pytest.mark.costly
 def test_main_only_work_longer_than_the_timeout_of_the_group(ranks):
     for value, waited in ranks.run(long_work, 8.0, init=False):
         assert value == "done"
@@ -576,6 +580,7 @@ def keys_after(calls):
     return sizes
 
 
+@pytest.mark.costly
 def test_the_store_does_not_grow(ranks):
     for early, late in ranks.run(keys_after, 40, world_size=WORLD):
         assert late == early

@@ -79,6 +79,7 @@ def train(options):
     return weights, brain.optimizer_step, brain.nonfinite_count
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize(
     "options",

@@ -191,6 +191,7 @@ def test_two_classes_that_have_one_do_not_divide_twice():
     assert found[0] == pytest.approx(plain[0] / 2)
 
 
+@pytest.mark.costly
 def test_the_optimizers_that_step_may_be_chosen_in_it(ranks):
     weights = expected(ClipsSums)[-4:]
     for found in [train(OneByOne, {}), *ranks.run(train, OneByOne, {}, world_size=2)]:

@@ -129,6 +129,7 @@ def test_a_documented_fit_batch_gives_the_same_answer_on_any_number_of_processes
         assert losses_there == pytest.approx(losses, abs=1e-10)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("name", ["OneLoss", "Tokens"])
@@ -233,6 +234,7 @@ class Default(Regression):
 RECIPES["Default"] = Default
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_default_does_what_the_documented_one_does(ranks, world):

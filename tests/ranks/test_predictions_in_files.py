@@ -77,6 +77,7 @@ def by_length(size):
     return [[number] for number in range(size - 1, -1, -1)]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kwargs", [{}, {"shuffle": True}])

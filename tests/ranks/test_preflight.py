@@ -265,6 +265,7 @@ def counted():
     )
 
 
+@pytest.mark.costly
 def test_the_ranks_exchange_one_digest_and_where_they_are(ranks):
     """Once per call of fit; and nothing longer as long as they agree."""
     for found, details, places in ranks.run(counted, world_size=3):

@@ -16,6 +16,7 @@ def ended_with(ranks, flip, world_size, **options):
     return ranks.run(run, world_size=world_size)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("flip", "world_size", "words"),
     [
@@ -33,6 +34,7 @@ def test_a_flipped_bit_is_caught_before_the_step(ranks, flip, world_size, words)
     assert len({one.words for one in ended}) == 1
 
 
+@pytest.mark.costly
 def test_of_two_that_each_give_their_own_bits_none_is_named(ranks):
     ended = ended_with(ranks, Flip(1, 2, always=True), 2)
     assert "rank 0 (host" in ended[0].words
@@ -51,6 +53,7 @@ class OtherWeights(Audited):
         super().on_fit_batch_end(batch, outputs, loss, should_step)
 
 
+@pytest.mark.costly
 def test_weights_that_are_not_those_of_the_others_are_told(ranks):
     ended = ended_with(ranks, None, 3, kind=OtherWeights)
     assert "audit_every: rank 1 (host" in ended[0].words
@@ -59,6 +62,7 @@ def test_weights_that_are_not_those_of_the_others_are_told(ranks):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", range(len(STILL)))
 def test_nothing_is_found_where_nothing_is_wrong(ranks, number):
     ended = ranks.run(functools.partial(train, epochs=2, **STILL[number]))

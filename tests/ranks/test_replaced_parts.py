@@ -44,6 +44,7 @@ def train_replaced(options, is_replaced):
     return found, [one.tolist() for one in whole]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "options",

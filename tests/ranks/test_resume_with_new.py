@@ -45,6 +45,7 @@ def begin_and_go_on(folder, new, batch_size, options):
     return run(folder, 3, batch_size, other, new, **options)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("new", "options"),
     [

@@ -82,6 +82,7 @@ def train(
     return weights, brain.seen, brain.optimizer_step, test_loss
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 @pytest.mark.parametrize("factor", [1, 3, 4])
@@ -119,6 +120,7 @@ def train_on_rank(batch_size, factor, batch_norm):
     return train(batch_size, factor, batch_norm=batch_norm)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("samples", [25, 37, 49])
@@ -145,6 +147,7 @@ def train_uneven(batch_size, samples):
     return train(batch_size, 2, batch_norm=False, samples=samples)
 
 
+@pytest.mark.costly
 def test_full_evaluation_is_one_agreed_number(ranks):
     """Without sharding every rank evaluates everything, and the reported loss is that of one
     process.
@@ -166,6 +169,7 @@ def test_stage_names():
     assert [stage.name for stage in Stage] == ["TRAIN", "VALID", "TEST"]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("samples", [26, 38, 41])
@@ -191,6 +195,7 @@ def train_uneven_batch_norm(batch_size, samples):
     return train(batch_size, 1, batch_norm=True, samples=samples)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_uneven_remainders_in_one_window_with_batch_norm(ranks, world_size):
@@ -208,6 +213,7 @@ def train_window_batch_norm(batch_size):
     return train(batch_size, 3, batch_norm=True, samples=50)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("shard", [False, True])
 def test_every_sample_is_reported_once(ranks, shard):
@@ -253,6 +259,7 @@ def train_a_sparse_table(strategy):
     return train_a_table(strategy, sparse=True)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])

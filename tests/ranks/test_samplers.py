@@ -129,6 +129,7 @@ def joined(results, epoch):
 # ----------------------------------------------------------------------------------------- coverage
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", SAMPLERS)
@@ -163,6 +164,7 @@ def test_a_batch_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
         assert drawn_alone(kind, 4, 2) != drawn_alone(kind, 5, 1)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["dynamic", "concat", "weighted"])
@@ -219,6 +221,7 @@ def fit_sorting(kind, sorting):
     return fit(kind, 4, {"sorting": sorting})
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("sorting", ["random", "ascending", "descending"])
 @pytest.mark.parametrize("kind", ["random", "dynamic, ascending"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from ddpkit.seed import seed_epoch_streams, seed_everything
@@ -32,6 +33,7 @@ def test_the_model_s_numbers_are_the_same_and_the_noise_is_not(ranks):
     assert len(set(numbers)) == len(numbers)
 
 
+@pytest.mark.costly
 def test_the_streams_follow_from_seed_rank_and_epoch(ranks):
     runs = {
         arguments: ranks.run(draws, *arguments) for arguments in [(7,), (8,), (7, 2), (7, 2, 5)]

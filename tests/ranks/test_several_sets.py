@@ -100,6 +100,7 @@ def test_several_sets_are_the_same_training_on_any_number_of_processes(
     assert {len(ids) for ids in steps.values()} == ({6, 1} if make is mixed else {18, 3})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", [mixed, pytest.param(joint, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -51,10 +51,12 @@ def shown(value):
 # ---------------------------------------------------------------------- the same weights
 
 
+@pytest.mark.costly
 def test_two_processes_train_as_one_with_rank_0_skipping_the_first_batch(ranks):
     assert_equals_one_process(ranks, Skipping, 2, {}, per_step=4)
 
 
+@pytest.mark.costly
 def test_fsdp_trains_as_one_process(ranks):
     assert_equals_one_process(ranks, Skipping, 2, {"strategy": "fsdp"}, per_step=4)
 
@@ -90,6 +92,7 @@ def test_each_way_to_train_has_the_weights_of_one_process(ranks, cls, options, w
 LOCAL = {"ddp_comm_hook": "post_local_sgd", "local_sgd_period": 1}
 
 
+@pytest.mark.costly
 def test_post_local_sgd_steps_on_each_rank_where_another_has_a_loss(ranks):
     found = torch.tensor(ranks.run(train, Skipping, 2, LOCAL, None, 4, world_size=2))
     assert torch.equal(found[0], found[1])

@@ -91,6 +91,7 @@ def train(kind, seeded, stage="fit", num_workers=0):
     return ""
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("stage", ["fit", "valid", "evaluate", "predict"])
 @pytest.mark.parametrize("kind", ["subset", "subset of a list", "concatenated"])
@@ -106,6 +107,7 @@ def test_a_split_that_shares_sample_0_is_told(ranks, kind, stage):
     assert ranks.run(train, kind, True, stage, world_size=2) == ["", ""]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_split_whose_samples_alone_tell_is_told(ranks, num_workers):
     for message in ranks.run(train, "files", False, "fit", num_workers, world_size=2):

@@ -9,6 +9,8 @@ import logging
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.recipes import make, points
 
 
@@ -30,6 +32,7 @@ def profile_of_rank(folder):
     return lines
 
 
+@pytest.mark.costly
 def test_each_rank_writes_a_trace_with_its_wait_for_the_others_and_the_first_tells_of_its_own(
     ranks,
     tmp_path,

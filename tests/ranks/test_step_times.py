@@ -132,6 +132,7 @@ def test_no_bit_changes_with_any_strategy(ranks, way, tmp_path):
     assert weights(ranks, tmp_path, "all", **chosen) == usual
 
 
+@pytest.mark.costly
 def test_the_event_says_what_the_ranks_exchange_and_who_has_most_memory(ranks, tmp_path):
     event = measured(ranks, tmp_path, "", 0, measure_steps="all", steps=16)
     numbers = 8 * 16 + 16 + 2 * 16 + 16 + 1

@@ -15,6 +15,7 @@ def train(limit):
     return brain.total_steps, brain.optimizer_step, brain.numbers, brain.ema.updates
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_optimizers_count_one_step_in_each_window_on_every_process(ranks, world):
     for found in ranks.run(train, 5, world_size=world):

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 
+import pytest
 import torch.distributed as dist
 
 from ddpkit.comm import get_runtime, shorten_timeout
@@ -134,6 +135,7 @@ def waiting_seconds():
     return seconds
 
 
+@pytest.mark.costly
 def test_collectives_wait_as_long_as_the_brain_that_works_wants(ranks):
     """A short while in a Brain's steps, the whole time when another starts, and until its next
     step.

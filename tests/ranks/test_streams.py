@@ -354,6 +354,7 @@ def test_ranks_with_three_and_four_batches(ranks, factor):
     check_uneven(ranks, [6, 8], 2, factor)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("how", ["stream", "loader"])
 @pytest.mark.parametrize(
@@ -364,6 +365,7 @@ def test_a_stream_that_is_much_longer_on_one_rank(ranks, sizes, factor, how):
     check_uneven(ranks, sizes, 2, factor, how)
 
 
+@pytest.mark.costly
 def test_every_global_batch_weighs_the_same_if_asked(ranks):
     """Equal on all ranks, and not what samples would weigh."""
     by_batches = ranks.run(train_uneven, [5, 8], 2, 3, "batches", "stream")
@@ -439,6 +441,7 @@ def train_on_batches(number, windows, weighting):
     return weights(brain), brain.losses, brain.optimizer_step, brain.evaluate(Batches(data[:9]))
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("weighting", ["samples", "batches"])
 @pytest.mark.parametrize("world", [2, 3])
@@ -523,6 +526,7 @@ def stop_in_the_middle():
     return brain.optimizer_step, set(brain.sums), loss, again.optimizer_step, set(again.sums)
 
 
+@pytest.mark.costly
 def test_a_pass_that_stops_early_leaves_nothing_behind(ranks):
     """What was under way then, and what is agreed on in between, is mixed up with nothing."""
     results = ranks.run(stop_in_the_middle, world_size=2)

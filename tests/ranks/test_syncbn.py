@@ -373,6 +373,7 @@ def different_graphs():
             torch.testing.assert_close(net.module.get_parameter(name).grad, parameter.grad, **CLOSE)
 
 
+@pytest.mark.costly
 def test_statistics_never_mix_with_gradients_when_the_graphs_differ(ranks):
     ranks.run(different_graphs)
 

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from ddpkit.distributed import if_main_process
@@ -61,6 +62,7 @@ def check(folder, results):
     assert len(list((folder / "board").iterdir())) == 1
 
 
+@pytest.mark.costly
 def test_log_stats_on_all_ranks(ranks, tmp_path):
     check(tmp_path, ranks.run(log_stats, str(tmp_path), "all"))
 

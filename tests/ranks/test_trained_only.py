@@ -64,6 +64,7 @@ def base_of(folder):
     return [safe_load(file)["__base__"] for file in sorted(folder.glob("CKPT*/net.ckpt"))]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "device"),
     [
@@ -95,6 +96,7 @@ def go_on_with_another_base(folder):
     train(folder, 2, 1, seed=2, strategy="fsdp")
 
 
+@pytest.mark.costly
 def test_another_base_is_the_same_error_on_all_ranks(ranks, tmp_path):
     outcomes = ranks.outcomes(go_on_with_another_base, tmp_path, world_size=2)
     assert all("other base   base.weight" in one.error for one in outcomes)
@@ -104,6 +106,7 @@ def train_on_two(folder):
     train(folder, 1, 1, strategy="fsdp")
 
 
+@pytest.mark.costly
 def test_one_process_goes_on_from_what_two_have_saved(ranks, tmp_path):
     ranks.run(train_on_two, tmp_path, world_size=2)
     state = train(tmp_path, 2, 2)

@@ -79,6 +79,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("name", some_of(EVERY, SHOWN))
 def test_the_bits_are_those_of_one_process_that_has_everything(ranks, name):
@@ -153,6 +154,7 @@ def numbers_held():
     return sum(one.numel() for one in held)
 
 
+@pytest.mark.costly
 def test_each_process_has_a_part_of_the_weights(ranks):
     whole = numbers_held()
     assert sum(ranks.run(numbers_held)) == whole

@@ -411,6 +411,7 @@ def case(name):
 
 
 # Three processes, which have shards of uneven number, show the others.
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "name",
@@ -432,6 +433,7 @@ def test_the_same_bits_on_one_process_and_on_three(ranks, name):
     assert ranks.run(case, name, world_size=3) == [case(name)] * 3
 
 
+@pytest.mark.costly
 def test_noise_in_a_prediction_and_in_what_follows_is_the_same(ranks):
     assert ranks.run(predict, world_size=2) == [predict()] * 2
 
@@ -556,6 +558,7 @@ class Reads(HostReads):
         return super().__exit__(*given)
 
 
+@pytest.mark.costly
 def test_the_host_reads_nothing_more_of_more_shards():
     # The first backward pass of a process tries torch's engine, and reads the answer.
     train(virtual_ranks=2, samples=16)
@@ -783,6 +786,7 @@ def refused_on_ranks():
     return refused(virtual_ranks=9)
 
 
+@pytest.mark.costly
 def test_a_stream_that_is_another_one_on_each_rank_is_refused(ranks):
     for message in ranks.run(refused_stream, world_size=2):
         assert "the ranks do not read the same items" in message

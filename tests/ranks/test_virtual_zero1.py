@@ -96,6 +96,7 @@ def case(name, virtual_ranks, options):
     return train(**given, virtual_ranks=virtual_ranks, **options)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "world_size",
@@ -122,6 +123,7 @@ def parts_of_state():
     ]
 
 
+@pytest.mark.costly
 def test_each_process_has_a_part_of_the_state(ranks):
     whole = parts_of_state()
     first, second = ranks.run(parts_of_state)

@@ -97,6 +97,7 @@ def stand_still(kind=Slow):
     return before, lines, brain.optimizer_step
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("kind", [Slow, SlowBeforeABarrier])
 def test_a_rank_that_stands_still_is_named(ranks, kind):
@@ -159,6 +160,7 @@ class SlowStart(Regression):
         super().on_fit_start()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [SlowLoader, pytest.param(SlowStart, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stuck_before_the_first_stage_is_not_said_to_be_outside_of_fit(ranks, kind):
     told = [text for _, lines, _ in ranks.run(stand_still, kind, init=False) for text in lines]
@@ -220,6 +222,7 @@ def end(how):
         )
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     ("how", "epoch", "step", "steps", "message"),
@@ -288,6 +291,7 @@ def try_again_in_a_new_group():
         return caught, threads, brain.optimizer_step, *left
 
 
+@pytest.mark.costly
 def test_what_failed_in_one_group_does_not_end_the_next(ranks):
     found = ranks.run(try_again_in_a_new_group, init=False)
     assert found == [(True, sorted(WATCHING), 2, True, False)] * 2

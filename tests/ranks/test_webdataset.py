@@ -79,6 +79,7 @@ def train_without(urls):
             make(Seen).fit([1], whole)
 
 
+@pytest.mark.costly
 def test_a_pipeline_without_a_node_splitter_is_told_what_to_pass(ranks, shards):
     ranks.run(train_without, shards, world_size=2)
 

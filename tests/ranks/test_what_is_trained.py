@@ -81,6 +81,7 @@ def test_it_is_told_under_each_strategy_and_nothing_else_is(ranks, recipe, optio
     assert not told or "that no optimizer has: net.bias." in told[0]
 
 
+@pytest.mark.costly
 def test_a_rank_that_steps_no_part_of_an_optimizer_is_no_mistake(ranks):
     usual = ranks.run(train_one_parameter, {}, world_size=2)
     found = ranks.run(train_one_parameter, {"strategy": "zero1"}, world_size=2)

@@ -164,6 +164,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "options"), SETTINGS)
@@ -271,6 +272,7 @@ def files_of(folder):
     return newest, sorted(path.name for path in newest.glob("*.safetensors"))
 
 
+@pytest.mark.costly
 def test_each_rank_writes_the_states_that_it_owns(ranks, tmp_path):
     ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path, {})
     newest, files = files_of(tmp_path)
@@ -292,6 +294,7 @@ def test_each_rank_writes_the_states_that_it_owns(ranks, tmp_path):
         assert torch.equal(own[f"state/{number}/exp_avg"], state["exp_avg"])
 
 
+@pytest.mark.costly
 def test_the_states_can_be_gathered(ranks, tmp_path):
     ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path / "shards", {})
     ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path / "whole", {"ckpt_layout": "whole"})
@@ -316,6 +319,7 @@ def load_and_note(folder):
     return sorted(read), result[0]
 
 
+@pytest.mark.costly
 def test_each_rank_reads_the_states_that_it_owns(ranks, tmp_path):
     expected = ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path / "shards", {})
     for rank, (read, loaded) in enumerate(ranks.run(load_and_note, tmp_path / "shards")):
@@ -329,6 +333,7 @@ def load_and_look_at_mappings(folder):
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if ".ckpt" in line]
 
 
+@pytest.mark.costly
 def test_nothing_stays_mapped_of_a_file_of_whole_states(ranks, tmp_path):
     ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path, {"ckpt_layout": "whole"})
     assert ranks.run(load_and_look_at_mappings, tmp_path) == [[], []]
@@ -354,6 +359,7 @@ def stop_and_go_on(folder, kind):
     return train_with("zero1", kind, folder, options)[0]
 
 
+@pytest.mark.costly
 def test_a_state_with_a_loader_of_its_own_is_gathered(ranks, tmp_path):
     expected = ranks.run(train_with, "zero1", "TwoOptimizers", tmp_path / "whole", {})
     found = ranks.run(stop_and_go_on, tmp_path / "dead", "OwnLoader")
@@ -389,6 +395,7 @@ def strides_of(folder):
     ]
 
 
+@pytest.mark.costly
 def test_what_a_shard_cannot_hold_is_sent(ranks, tmp_path):
     for found in ranks.run(strides_of, tmp_path):
         assert found == [((1, 5), True, 3.0, (0, 2)), ((5, 1), True, 3.0, (0, 2))]
@@ -615,6 +622,7 @@ def with_leftovers(strategy):
     return weights(brain)
 
 
+@pytest.mark.costly
 def test_gradients_of_before_are_of_no_step(ranks):
     for strategy in ("ddp", "zero1"):
         first, second = ranks.run(with_leftovers, strategy)

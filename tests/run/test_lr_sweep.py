@@ -97,6 +97,7 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, cls):
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("cls", "factor"),
     [(Sums, 2), pytest.param(Scheduled, 1, marks=pytest.mark.slow)],

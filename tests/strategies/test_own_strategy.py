@@ -62,6 +62,7 @@ def train(folder, cls, every, number):
     return weights(brain), brain.optimizer_step, [loss for *_, loss in brain.losses]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("cls", [Regression, pytest.param(Sums, marks=pytest.mark.slow)])
 def test_averages_after_every_step_of_plain_sgd_are_ddp(ranks, tmp_path, cls):
     install(tmp_path)

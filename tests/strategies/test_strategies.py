@@ -353,6 +353,7 @@ def test_moving_buffers():
     )
 
 
+@pytest.mark.costly
 def test_unwrap(group):
     net = Net()
     assert unwrap(net) is net

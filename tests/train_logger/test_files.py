@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,7 @@ def lines_of(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+@pytest.mark.costly
 def test_a_killed_run_has_each_step_once_in_files(tmp_path):
     def loggers():
         return [
@@ -94,6 +96,7 @@ def shown_in(folder):
     ]
 
 
+@pytest.mark.costly
 def test_a_validation_after_the_checkpoint_of_its_step_stands_once(tmp_path):
     train(tmp_path / "through", loggers_in(tmp_path / "through"), save_every=STEPS)
     expected = shown_in(tmp_path / "through")
@@ -189,6 +192,7 @@ def trained_one_after_another(folder, dies_at=None):
     return [(row["epoch"], row["optimizer_step"], row[loss]) for row in rows_of(folder / "log.csv")]
 
 
+@pytest.mark.costly
 def test_a_brain_that_is_done_leaves_the_rows_of_another_that_goes_on(tmp_path):
     """The first is done after 4 optimizer steps; the second had come to 11."""
     wanted = trained_one_after_another(tmp_path / "whole")
@@ -360,6 +364,7 @@ def log_much(train_logger):
 # TensorBoard's thread ends with the error, too
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_is_full_is_told_with_the_folder_of_tensorboard(tmp_path):
+    threads_before = set(threading.enumerate())
     words = ("-t", "tmpfs", "-o", "size=200k", "tmpfs")
     told = r"save_dir='.*small' cannot be written: No space left on device\. Free some space"
     with mounted(tmp_path / "small", *words) as folder:
@@ -370,6 +375,8 @@ def test_a_disk_that_is_full_is_told_with_the_folder_of_tensorboard(tmp_path):
             log_much(train_logger)
         with pytest.raises(ConfigError, match=told):
             train_logger.close()
+    for thread in set(threading.enumerate()) - threads_before:
+        thread.join()  # its error belongs to this test
 
 
 def test_values_that_no_file_has_a_form_for_end_no_training(tmp_path):

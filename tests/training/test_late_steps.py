@@ -355,6 +355,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(late, tmp_path, kind, dies_a
     assert run(tmp_path / "back") == whole
 
 
+@pytest.mark.costly
 def test_a_run_goes_on_with_its_own_kernel(late, tmp_path, caplog):
     """From a GPU to a CPU and back: which kernel steps is not the checkpoint's, and no changed
     setting.

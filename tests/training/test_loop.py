@@ -32,6 +32,7 @@ FAST = settings(max_examples=120, deadline=None, derandomize=True, database=None
 # ---------------------------------------------------------------------------- windows, known length
 
 
+@pytest.mark.costly
 @FAST
 @given(
     size=st.integers(1, 40),

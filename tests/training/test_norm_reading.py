@@ -112,6 +112,7 @@ def test_both_ways_are_taken_and_give_the_same_bits(on_gpu, opt):
         assert left >= BATCHES
 
 
+@pytest.mark.costly
 def test_the_bits_are_those_of_a_run_that_never_tries(on_gpu, monkeypatch):
     tried_both = told(train(Clock(2.0, 1.0)))
     for module in (optim, making):
@@ -142,6 +143,7 @@ def choose(seconds_of_rank):
     return set(brain.open[TRIED_STEPS:]), told(brain), asked.call_count
 
 
+@pytest.mark.costly
 def test_ranks_choose_one_way_together_and_agree_once(ranks):
     """What is quicker on rank 0 is slower on rank 1, and there by more."""
     later = ranks.run(choose, [(1.1, 1.0), (1.0, 2.0)], world_size=2)

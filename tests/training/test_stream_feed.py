@@ -95,6 +95,7 @@ def weights_of(ranks):
         ]
 
 
+@pytest.mark.costly
 @FAST
 @given(sizes=SIZES, factor=st.integers(1, 4))
 def test_streams_of_different_lengths_end_together_and_lose_nothing(sizes, factor):
@@ -118,6 +119,7 @@ def test_streams_of_different_lengths_end_together_and_lose_nothing(sizes, facto
             assert weight == pytest.approx(count / samples), "every sample weighs the same"
 
 
+@pytest.mark.costly
 @FAST
 @given(sizes=SIZES, factor=st.integers(1, 4))
 def test_every_global_batch_weighs_the_same_if_asked(sizes, factor):
@@ -130,6 +132,7 @@ def test_every_global_batch_weighs_the_same_if_asked(sizes, factor):
                 assert weight == pytest.approx(count / samples / len(window))
 
 
+@pytest.mark.costly
 @FAST
 @given(sizes=SIZES, factor=st.integers(1, 4))
 def test_every_batch_of_the_data_weighs_the_same_if_asked(sizes, factor):

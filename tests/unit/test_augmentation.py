@@ -505,6 +505,7 @@ def test_lists_whose_seeds_are_asked_for_by_index_stay_whole():
     assert dataset.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.costly
 def test_a_dataset_that_makes_the_batch_itself_is_keyed_by_the_batch():
     class Made(Listing):
         def __getitems__(self, indices):

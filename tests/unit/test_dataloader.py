@@ -424,6 +424,7 @@ class Seeds(Dataset):
         return get_worker_info().seed
 
 
+@pytest.mark.costly
 def test_workers_get_a_seed_per_epoch(monkeypatch):
     monkeypatch.setenv("DDPKIT_GLOBAL_SEED", "3")
     loader = shard(Seeds(), Sharding(), num_workers=1)
@@ -495,6 +496,7 @@ def test_a_loader_continues_where_it_was(tmp_path, kind, stop):
     assert plain(again) == whole, "the next epoch is a whole one"
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_yielded_count_not_those_prefetched(tmp_path, persistent):

@@ -689,6 +689,7 @@ def normalised_run(folder, *, seed=7, dies=False, interval=2):
     return brain
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("interval", [0, 2])
 def test_a_resumed_average_is_the_uninterrupted_one(tmp_path, interval):

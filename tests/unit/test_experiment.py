@@ -69,6 +69,7 @@ def test_a_folder_of_another_run_is_refused_and_nothing_is_written(tmp_path, rec
     assert names_in(folder) == []
 
 
+@pytest.mark.costly
 def test_what_is_in_the_folder(tmp_path, recipe, capsys):
     folder = tmp_path / "results" / "3"
     create_experiment_directory(str(folder), hyperparams_to_save=str(recipe))
@@ -149,6 +150,7 @@ def test_a_second_start_appends_to_the_log_and_overwrites_the_rest(tmp_path, rec
     assert (folder / "metrics.jsonl").read_text().count('"start"') == 2
 
 
+@pytest.mark.costly
 def test_the_script_s_own_folder_may_be_the_experiment_s(tmp_path):
     script = tmp_path / "train.py"
     text = f"from ddpkit.experiment import *\ncreate_experiment_directory({str(tmp_path)!r})\n"
@@ -157,6 +159,7 @@ def test_the_script_s_own_folder_may_be_the_experiment_s(tmp_path):
     assert script.read_text() == text
 
 
+@pytest.mark.costly
 def test_a_caller_without_a_file_is_fine(tmp_path):
     exec("create(folder)", {"create": create_experiment_directory, "folder": tmp_path / "out"})
     assert names_in(tmp_path / "out") == ["env.log", "log.txt", "metrics.jsonl"]
@@ -370,6 +373,7 @@ def test_the_previous_hook_is_called(tmp_path, monkeypatch, capsys):
 # -------------------------------------------------------------------------------------- environment
 
 
+@pytest.mark.costly
 def test_the_environment_description_is_quick_and_complete():
     started = time.perf_counter()
     text = get_environment_description(Path(__file__).parent)
@@ -385,6 +389,7 @@ def test_the_environment_description_is_quick_and_complete():
         assert part in text
 
 
+@pytest.mark.costly
 def test_the_git_revision(tmp_path):
     assert f"Git revision of {tmp_path}: none" in get_environment_description(tmp_path)
 

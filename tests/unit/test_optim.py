@@ -68,6 +68,7 @@ class Recorder(torch.optim.SGD):
 # ----------------------------------------------------------------------------------------- clipping
 
 
+@pytest.mark.costly
 @FAST
 @given(
     seed=st.integers(0, 10_000),

@@ -243,6 +243,7 @@ def anneal(folder, dies_at=None):
     return brain
 
 
+@pytest.mark.costly
 def test_a_schedule_of_steps_is_resumed_in_the_middle_of_an_epoch(tmp_path):
     expected = anneal(tmp_path / "whole")
     with pytest.raises(Killed):

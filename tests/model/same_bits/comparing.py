@@ -146,6 +146,14 @@ def differences(recipe: Recipe, way: Way, expected: dict[str, Any], ranks: Any) 
     with tempfile.TemporaryDirectory() as name:
         folder = str(Path(name) / "save")
         found = outcomes(ranks, recipe, folder, way.strategy, way.world, moments)
+        if way.killed is not None and not any(isinstance(one, str) for one in found):
+            # several processes have fewer batches each, and so perhaps fewer saves: known now
+            said = compare(found, expected, is_whole=True)
+            if said:
+                return said
+            moments = moment_of(way, found[0]["counts"])
+            folder = str(Path(name) / "again")
+            found = outcomes(ranks, recipe, folder, way.strategy, way.world, moments)
         if way.killed is not None:
             alive = [one for one in found if not str(one).endswith(KILLED)]
             if alive:

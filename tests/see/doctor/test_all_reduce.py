@@ -40,6 +40,7 @@ def with_pairs():
     return looked_at(with_pairs=True)
 
 
+@pytest.mark.costly
 def test_two_ranks_measure_and_the_main_process_tells(ranks):
     first, second = ranks.run(with_pairs, init=False)
     assert second == {}
@@ -68,6 +69,7 @@ def with_a_rank_that_cannot():
     return looked_at(timeout=4.0)
 
 
+@pytest.mark.costly
 def test_a_rank_that_cannot_join_is_a_problem_with_its_words(ranks):
     first, second = ranks.run(with_a_rank_that_cannot, init=False)
     # torch has counted a group on one rank alone: its next one would have another name

@@ -498,6 +498,7 @@ def on_a_rank():
     }
 
 
+@pytest.mark.costly
 def test_more_ranks_than_gpus_are_a_problem_that_the_main_process_tells(ranks):
     (_, first), (_, second) = ranks.run(on_a_rank, init=False)
     assert list(first) == ["GPU of each rank"]

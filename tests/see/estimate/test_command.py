@@ -83,6 +83,7 @@ def left(run):
     return found - {"train.py", "hparams.yaml"} | temporary
 
 
+@pytest.mark.costly
 def test_a_recipe_is_estimated_on_its_first_batch_and_nothing_of_it_stays(recipe):
     command = ("-m", "ddpkit", "estimate", "train.py", "hparams.yaml")
     run = recipe(*command, "--nproc=2,1", "--memory=1GB", "--json=e.json", "--device=cpu")
@@ -104,6 +105,7 @@ def test_a_recipe_is_estimated_on_its_first_batch_and_nothing_of_it_stays(recipe
     assert left(run) == {"e.json"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -133,6 +135,7 @@ def test_what_cannot_run_is_an_error_also_without_a_known_memory(recipe, words, 
     assert chosen
 
 
+@pytest.mark.costly
 def test_the_option_of_a_recipe_says_the_same(recipe):
     words = ("--device=cpu", "--estimate=2,100kB", "--strategy=zero1")
     run = recipe("train.py", "hparams.yaml", *words)
@@ -142,6 +145,7 @@ def test_the_option_of_a_recipe_says_the_same(recipe):
     assert left(run) == set()
 
 
+@pytest.mark.costly
 def test_rows_of_an_embedding_that_are_sparse_gradients_stay_so(recipe):
     changed = textwrap.dedent(RECIPE).replace("torch.optim.Adam", "torch.optim.SparseAdam")
     begin = changed.index("net = nn.Sequential")

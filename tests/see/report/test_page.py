@@ -81,6 +81,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path, capsys):
     assert len(page.encode()) < 300_000
 
 
+@pytest.mark.costly
 def test_several_runs_say_what_differs(tmp_path):
     folders = []
     for name, precision, rate in (("1", "bf16", 0.1), ("2", "fp16", 0.2)):

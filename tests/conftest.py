@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -38,6 +39,9 @@ QUICK_OF = {"grid": 1, "corner": 0}
 # ranks, and the others before a release; the mark `in_each_check` names another number.
 SLOW_IN_EACH_CHECK = 1
 
+TESTS_BETWEEN_FREEZES = 300
+ENDED_TESTS = itertools.count(1)
+
 # What a test says that hung: of RankPool, of tests.launching, of pytest-timeout.
 HUNG = re.compile(r"^--- rank \d+: Hang|^still there after \d+ s|^Timeout \(?>", re.MULTILINE)
 HUNG_TESTS = pytest.StashKey[list]()
@@ -64,6 +68,14 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_runtest_logfinish():
+    """Let no collection of garbage walk what tests have imported since the last time."""
+    number = next(ENDED_TESTS)
+    if "PYTEST_XDIST_WORKER" in os.environ and number % TESTS_BETWEEN_FREEZES == 0:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -102,17 +102,37 @@ class OrderedSum:
             found: list[torch.Tensor | None] = tree.total()
             return found
         own = [subtree.total for subtree in tree.subtrees]
-        sums: dict[int, torch.Tensor] = {}
         if self._whole is None:
             present = self._agree(own)
+            sums = self._sums_of(present, own)
+        elif self._has_every_large_one(own):
+            # what others have decides nothing about the large ones, so they need not wait for it
+            coming = self._whole.send(own)
+            sums = self._sums_of(None, own)
+            small, present = self._whole.add(coming)
+            sums |= small
         else:
-            sums, present = self._whole.over_ranks(own)
-        rows = self._rows(tuple(place for place in self._large if present[place]))
-        self._sums_of_rows.add(_joined(rows, own, sums))
+            small, present = self._whole.add(self._whole.send(own))
+            sums = self._sums_of(present, own) | small
         return [
             sums[place].view(tensor.shape) if present[place] else None
             for place, tensor in enumerate(self._like)
         ]
+
+    def _has_every_large_one(self, own: list[Any]) -> bool:
+        return all(any(total[place] is not None for total in own) for place in self._large)
+
+    def _sums_of(self, present: list[int] | None, own: list[Any]) -> dict[int, torch.Tensor]:
+        """Return the sums of the large tensors, of those that are present, by place.
+
+        Args:
+            present: of each tensor whether any rank has it; None: all are.
+            own: this rank's subtrees.
+        """
+        sums: dict[int, torch.Tensor] = {}
+        places = [place for place in self._large if present is None or present[place]]
+        self._sums_of_rows.add(_joined(self._rows(tuple(places)), own, sums))
+        return sums
 
     def _small_places(self, most: int) -> list[int]:
         """Return the places of the smallest tensors, so many that a subtree's message has at most
@@ -180,12 +200,9 @@ class _WholeSums:
             key=lambda one: one[1][1] << one[1][0],
         )
 
-    def over_ranks(
-        self,
-        own: list[Any],
-    ) -> tuple[dict[int, torch.Tensor], list[int]]:
-        """Return the sums by place, and of all tensors, large ones too, in how many subtrees each
-        is.
+    def send(self, own: list[Any]) -> tuple[torch.Tensor, Any]:
+        """Send this rank's subtrees to all; return where those of all will be, and what is under
+        way.
         """
         sent_rows = []
         for total in own:
@@ -195,13 +212,28 @@ class _WholeSums:
         sent = torch.cat(sent_rows * world_size)
         counts = [len(subtrees) * self._row_bytes for subtrees in self._subtrees]
         received = sent.new_empty(sum(counts))
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            counts,
+            [len(own) * self._row_bytes] * world_size,
+            async_op=True,
+        )
+        return received, work
+
+    def add(
+        self,
+        coming: tuple[torch.Tensor, Any],
+    ) -> tuple[dict[int, torch.Tensor], list[int]]:
+        """Return the sums by place, and of all tensors, large ones too, in how many subtrees each
+        is.
+
+        Args:
+            coming: what :meth:`send` has returned.
+        """
+        received, work = coming
         with waiting():
-            dist.all_to_all_single(
-                received,
-                sent,
-                counts,
-                [len(own) * self._row_bytes] * world_size,
-            )
+            work.wait()
         tree = TreeSum(add_tensors)
         every_row = received.view(-1, self._row_bytes).unbind()
         sizes = [row.row_bytes for row in self._rows]

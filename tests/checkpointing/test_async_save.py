@@ -583,6 +583,7 @@ def test_a_process_that_ends_finishes_its_save_and_one_that_is_killed_loses_that
     assert all(verify(path) == [] for path in (tmp_path / "save").glob("CKPT*"))
 
 
+@pytest.mark.costly
 def test_forked_loader_workers_are_not_disturbed_and_disturb_nothing(checkpointer, gate, model):
     stamp(model, 9)
     saved = checkpointer.save_checkpoint()

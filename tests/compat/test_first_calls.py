@@ -34,6 +34,7 @@ def graphs():
     torch._dynamo.reset()
 
 
+@pytest.mark.costly
 def test_a_compiled_module_is_not_compiled_anew(graphs):
     found, compiler = graphs
     net = Small()

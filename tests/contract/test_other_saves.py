@@ -107,6 +107,7 @@ def test_a_failure_makes_no_checkpoint(tmp_path):
     assert metas(tmp_path) == []
 
 
+@pytest.mark.costly
 def test_resume_says_what_a_run_starts_from(tmp_path):
     first = run(tmp_path / "a", saves=True)
     [path] = (tmp_path / "a").glob("CKPT*")

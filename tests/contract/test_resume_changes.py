@@ -205,6 +205,7 @@ class GoesOn(Placed):
             yield self.data[self.place - 1]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "batches",

@@ -144,6 +144,7 @@ class Saves(Regression):
             self.checkpointer.save_checkpoint(meta={"loss": 9})
 
 
+@pytest.mark.costly
 def test_a_checkpoint_of_a_test_after_fit_is_not_where_training_goes_on(tmp_path):
     def start():
         counter = EpochCounter(4)

@@ -93,6 +93,7 @@ def test_a_setting_of_the_script_counts_and_the_moments_stay(tmp_path, said, key
         assert said() == f"nothing differs (--resume_with_new={key})"
 
 
+@pytest.mark.costly
 def test_a_rate_that_the_recipe_has_changed_since_is_not_set_back(tmp_path):
     class Halving(Saving):
         def on_stage_end(self, stage, stage_loss, epoch=None):
@@ -181,6 +182,7 @@ def test_a_kill_after_a_new_schedule_changes_nothing(tmp_path, still):
     assert_same(weights(again), weights(whole))
 
 
+@pytest.mark.costly
 def test_a_run_without_a_schedule_gets_one(tmp_path):
     always = run(tmp_path / "always", 2, schedule=cosine)
     run(tmp_path / "a", 1)
@@ -208,6 +210,7 @@ def test_the_optimizer_begins_anew_once(tmp_path, said, still):
     assert_same(weights(again), weights(whole))
 
 
+@pytest.mark.costly
 def test_another_optimizer_may_follow_with_the_option_still_given(tmp_path):
     run(tmp_path, 1, opt=SGD)
     run(tmp_path, 2, opt=ADAM, new="optimizer")

@@ -174,6 +174,7 @@ def test_a_script_with_two_calls_goes_on_where_it_was(tmp_path, script, dies_at)
     )
 
 
+@pytest.mark.costly
 def test_a_script_that_is_done_does_nothing_in_either_call(tmp_path, caplog):
     whole = start(tmp_path, two)
     with caplog.at_level(logging.INFO):

@@ -155,6 +155,7 @@ class SavesLate(Thawing):
     saves_from = 3
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("cls", [SavesLate, pytest.param(Thawing, marks=pytest.mark.slow)])
 def test_what_was_trained_and_is_frozen_again_is_saved(tmp_path, cls):
     whole = begin(tmp_path / "a", 5, cls=cls, trained_only=())
@@ -242,6 +243,7 @@ def test_what_is_no_module_is_refused_before_training(tmp_path, names, words):
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md"
 
 
+@pytest.mark.costly
 def test_the_adapters_of_the_page_go_on_with_their_base(tmp_path, monkeypatch):
     (text,) = re.findall(r"```py\n(# adapters.py\n.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "adapters.py").write_text(text)

@@ -192,6 +192,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
 # ---------------------------------------------------------------------------------- planned batches
 
 
+@pytest.mark.costly
 @FAST
 @given(
     size=st.integers(1, 60),
@@ -384,6 +385,7 @@ def test_drop_last_leaves_out_an_incomplete_round():
     assert list(planned(SequentialSampler(range(7)), 2, drop_last=True)[1]) == [[2, 3]]
 
 
+@pytest.mark.costly
 @FAST
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=17),

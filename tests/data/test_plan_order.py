@@ -107,6 +107,7 @@ def test_every_position_takes_every_value_over_the_epochs(size):
         assert chi_square(counts, epochs / cells) < 37.7  # 15 degrees of freedom, p = 0.001
 
 
+@pytest.mark.costly
 @FAST
 @given(
     size=st.one_of(st.integers(1, 100), st.integers(SMALL - 2, SMALL + 2000)),

@@ -296,6 +296,7 @@ def test_the_random_streams_of_the_process_go_on_as_if_nothing_had_been_read(cls
 # ----------------------------------------------------------------------------------- its own shards
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "num_workers",
@@ -313,6 +314,7 @@ def test_streams_that_can_divide_themselves_do(files, world_size, num_workers, c
     assert caplog.messages == []
 
 
+@pytest.mark.costly
 def test_too_few_files_are_dealt_out_by_counting(caplog):
     """Instead of leaving ranks or workers without a file; the log says so."""
     caplog.set_level(logging.INFO)

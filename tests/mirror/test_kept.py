@@ -246,6 +246,7 @@ def test_the_store_wins_where_another_machine_has_come_further(store, place, tmp
     assert torch.equal(weights(brain), whole)
 
 
+@pytest.mark.costly
 def test_what_is_here_of_another_run_is_moved_away(store, place, caplog):
     train(place("a"), 3)
     checkpointer = place("b")

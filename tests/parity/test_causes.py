@@ -766,6 +766,7 @@ def test_a_double_correction_is_told_from_one_uneven_window(check, own):
     assert report.kind == "fit_batch", report
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("samples", [37, 53, 13, 7])
@@ -776,6 +777,7 @@ def test_an_old_fit_batch_counts_small_batches_as_much_as_large_ones(check, samp
     assert "Call self.backward(loss)" in report.cause
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("samples", [44, 13])
@@ -787,6 +789,7 @@ def test_micro_batches_without_a_finite_gradient_tell_nothing_of_their_weights(c
     assert check(OldMasked, world_size=3, grad_accumulation_factor=2).kind == "not finite"
 
 
+@pytest.mark.costly
 def test_an_old_fit_batch_with_full_batches_holds(check):
     assert check(OldFitBatch, samples=48, grad_accumulation_factor=2).holds
 

@@ -83,10 +83,12 @@ def on_ranks():
     return epochs((5, 4, 4, 4, 1), patience=2)[:2]
 
 
+@pytest.mark.costly
 def test_all_ranks_end_together(ranks):
     assert ranks.run(on_ranks, world_size=2) == [(4, "early_stop")] * 2
 
 
+@pytest.mark.costly
 def test_a_run_that_has_stopped_says_why_and_goes_on_with_more_patience(tmp_path, caplog):
     caplog.set_level("INFO")
     scores = (5, 4, 4, 4, 4, 1)

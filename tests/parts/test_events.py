@@ -156,6 +156,7 @@ def test_events_come_in_the_order_of_the_docs():
     assert {line[0] for line in of_parts[::2]} == {"a"}
 
 
+@pytest.mark.costly
 def test_every_rank_hears_the_same(ranks):
     assert ranks.run(heard_in_a_run, world_size=2) == [heard_in_a_run()] * 2
 
@@ -206,6 +207,7 @@ def halved(kind, factor=1):
     return part.norms, weights(brain)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", RECIPES)
 def test_gradients_are_final_and_what_a_part_makes_of_them_is_stepped_on(ranks, kind):
     norms, found = halved(kind)

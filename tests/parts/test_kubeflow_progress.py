@@ -285,6 +285,7 @@ def _posts_of_a_rank(environment):
     return [value.item() for value in brain.modules.net.weight.flatten()]
 
 
+@pytest.mark.costly
 def test_of_two_processes_the_main_one_posts(ranks, server, in_train_job):
     environment = {
         kubeflow_progress.URL: server.url,

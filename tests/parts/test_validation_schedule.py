@@ -591,6 +591,7 @@ def losses_reported(batch_size):
     return brain.reported
 
 
+@pytest.mark.costly
 def test_hooks_of_a_validation_have_the_loss_of_the_training_so_far(ranks):
     reported = losses_reported(4)
     assert [*reported] == [("VALID", 2), ("TRAIN", 3), ("VALID", 4), ("TRAIN", 6), ("VALID", 6)]

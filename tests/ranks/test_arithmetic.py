@@ -258,6 +258,7 @@ def test_sums_and_counts(ranks, world_size, objective, number):
 # ------------------------------------------------------------------------------------ its own teeth
 
 
+@pytest.mark.costly
 def test_the_property_has_teeth(ranks):
     """A loop that averages the ranks' means, as is usual, fails it."""
     case = Case(samples=7, batch_size=2, shuffle=False)

@@ -236,6 +236,7 @@ def load_from_one(folder, mode):
     return right, len(optimizer.state), other["n"], sorted(set(opened))
 
 
+@pytest.mark.costly
 def test_one_rank_reads_and_every_rank_gets_the_state(ranks, tmp_path):
     all_read = ranks.run(load_from_one, tmp_path / "all", "all")
     one_reads = ranks.run(load_from_one, tmp_path / "one", "broadcast")

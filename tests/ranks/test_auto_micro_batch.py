@@ -549,6 +549,7 @@ def test_a_resumed_run_begins_with_the_size_that_was_found_and_ends_with_the_sam
 # --------------------------------------------------------------------------------- what cannot work
 
 
+@pytest.mark.costly
 def test_one_sample_that_is_too_large_is_an_error_on_every_rank(ranks):
     for outcome in ranks.outcomes(train, Regression, 0, world_size=2):
         assert not outcome.ok
@@ -670,6 +671,7 @@ def collected(after=0):
     return brain.told
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("after", [0, 1])
 def test_what_is_counted_in_a_step_that_is_made_again_counts_once(ranks, after):
     assert ranks.run(collected, after, world_size=2) == [(SAMPLES, 0), (SAMPLES, 2)]

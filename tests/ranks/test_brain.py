@@ -113,6 +113,7 @@ def train_own_fit_batch(joined, factor, cls_name):
     return weights(brain), brain.optimizer_step, brain.losses
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("cls_name", ["own", "default"])
 @pytest.mark.parametrize(("world", "factor"), [(2, 1), (2, 2), (3, 4), (2, 9)])
@@ -192,6 +193,7 @@ def train_branching():
     return weights(brain)
 
 
+@pytest.mark.costly
 def test_find_unused_parameters_lets_a_forward_pass_leave_some_out(ranks):
     found = ranks.run(train_branching)
     assert_close(found[1], found[0])
@@ -253,6 +255,7 @@ def train_encoder(cls_name, factor):
     return weights(brain), brain.losses
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("cls_name", ["past", "both", "frozen"])
@@ -400,6 +403,7 @@ def train_behind_frozen_statistics():
     return weights(brain)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_batch_norm_of_what_is_not_trained_is_over_the_rows_of_all_ranks(ranks, world_size):
@@ -421,6 +425,7 @@ def train_twice():
     return weights(brain)
 
 
+@pytest.mark.costly
 def test_two_forward_passes_of_one_module(ranks):
     expected = train_twice()
     for found in ranks.run(train_twice):
@@ -716,6 +721,7 @@ def clipped_steps(per_step):
     return brain.told
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_share_of_clipped_steps_is_one_number_on_all_ranks_and_that_of_one_process(
@@ -838,6 +844,7 @@ def train_on(kind, number):
     return positions(lambda data: KINDS[kind](data[:number]), kwargs)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("number", [12, 13])
 @pytest.mark.parametrize("kind", KINDS)
@@ -886,6 +893,7 @@ def sample_losses(number, factor, world):
     return brain.losses, weights(brain)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize(
@@ -963,6 +971,7 @@ def train_looped(number, length):
     return weights(brain), brain.optimizer_step
 
 
+@pytest.mark.costly
 def test_nominal_epochs_are_the_same_on_two_ranks(ranks):
     expected, steps = train_looped(16, 3)
     for found, steps_there in ranks.run(train_looped, 16, 3):
@@ -1071,6 +1080,7 @@ def ask_after_every_batch(folder, strategy):
     return brain.answers
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_main_only_work_in_a_batch_that_a_rank_repeats(ranks, tmp_path, strategy):

@@ -93,6 +93,7 @@ def centred(options):
     return torch.tensor(brain.after_steps), torch.tensor(at_steps)
 
 
+@pytest.mark.costly
 def test_buffers_of_virtual_ranks_are_averaged_where_no_optimizer_steps(ranks):
     found = centred({"virtual_ranks": 2})
     torch.testing.assert_close(found, centred({}), rtol=0, atol=1e-12)
@@ -187,6 +188,7 @@ def quantized(options, codebook=Codebook, *arguments):
     return brain.after_steps, brain.evaluated
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [
@@ -204,6 +206,7 @@ def test_buffers_of_an_entry_without_parameters_are_those_of_rank_0(ranks, optio
     assert of_main == of_other
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("moves_on", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_buffers_that_begin_to_move_late_and_on_one_rank_are_those_of_rank_0(ranks, moves_on):
     of_main, of_other = ranks.run(quantized, {}, LateCodebook, moves_on, world_size=2)

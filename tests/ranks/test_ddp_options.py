@@ -75,6 +75,7 @@ LEVERS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("cls", [Regression, SpeechBrainFitBatch])

@@ -117,6 +117,7 @@ def in_a_loader(folder):
     train(folder, cls=SumsInLoader)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("failing", "words"),
     [

@@ -105,6 +105,7 @@ def evaluate(size, shard, kwargs):
     return brain.results
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("world", WORLDS)
@@ -207,6 +208,7 @@ def train(size, options, kwargs):
     return brain.results
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", WORLDS)
 def test_training_leaves_out_what_was_repeated_to_keep_step(ranks, world):
@@ -239,6 +241,7 @@ def train_leaving_out(size, options, kwargs):
     return brain.results
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_recipe_may_leave_out_of_its_lists_what_was_repeated_to_keep_step(ranks, world):

@@ -68,6 +68,7 @@ def test_all_ranks_begin_with_the_weights_of_the_file(ranks, tmp_path, options, 
     assert found == [True, True]
 
 
+@pytest.mark.costly
 def test_what_does_not_fit_is_the_same_error_on_all(ranks, tmp_path):
     torch.save({"body.weight": torch.ones(3, 3)}, tmp_path / "base.pt")
     outcomes = ranks.outcomes(begun, tmp_path / "base.pt", world_size=2)

@@ -146,6 +146,7 @@ def log_in_two_ways(late):
     brain.fit([1, 2], DATA, train_loader_kwargs={"batch_size": 2})
 
 
+@pytest.mark.costly
 def test_ranks_that_use_a_name_in_different_ways_all_learn_it(ranks):
     outcomes = ranks.outcomes(log_in_two_ways, False)
     assert [outcome.error_type for outcome in outcomes] == ["BatchError", "BatchError"]

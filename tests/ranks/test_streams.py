@@ -259,6 +259,7 @@ def train_two_heads_on_parts(sizes, factor):
     return weights(brain), brain.losses
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("sizes", "factor"), [([4, 9], 1), ([4, 14], 3), ([4, 4, 8], 1)])
 def test_parameters_that_nobody_used_stay_where_they_are_though_a_ranks_part_has_ended(

@@ -67,6 +67,7 @@ def test_log_stats_on_all_ranks(ranks, tmp_path):
     check(tmp_path, ranks.run(log_stats, str(tmp_path), "all"))
 
 
+@pytest.mark.costly
 def test_log_stats_on_main_alone(ranks, tmp_path):
     check(tmp_path, ranks.run(log_stats, str(tmp_path), "main"))
 

@@ -149,6 +149,7 @@ if __name__ == "__main__":
 """  # noqa: E501
 
 
+@pytest.mark.costly
 def test_processes_that_a_script_starts_are_answered_and_one_line_is_told_in_all(start, tmp_path):
     hidden = tmp_path / "hidden"
     hidden.mkdir()

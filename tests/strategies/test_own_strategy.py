@@ -180,6 +180,7 @@ def refused(folder, options, cls=Regression):
     return str(caught.value)
 
 
+@pytest.mark.costly
 def test_what_it_refuses_is_refused_on_every_rank(ranks, tmp_path):
     install(tmp_path)
     for option, why in {

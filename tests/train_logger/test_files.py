@@ -111,6 +111,7 @@ def test_a_validation_after_the_checkpoint_of_its_step_stands_once(tmp_path):
     assert (killed / "log.csv").read_text() == (tmp_path / "through" / "log.csv").read_text()
 
 
+@pytest.mark.costly
 def test_a_row_that_is_logged_after_the_save_of_its_epoch_stays(tmp_path):
     how = {"recipe": SavesFirst, "save_every": 0}
     train(tmp_path, loggers_in(tmp_path), KILLED, **how)
@@ -203,6 +204,7 @@ def test_a_brain_that_is_done_leaves_the_rows_of_another_that_goes_on(tmp_path):
     assert steps == [STEPS, *ENDS]
 
 
+@pytest.mark.costly
 def test_a_row_between_two_calls_of_fit_leaves_those_of_a_brain_that_goes_on(tmp_path):
     """The script writes it where the first Brain is done."""
     for dies_at in (11, None):

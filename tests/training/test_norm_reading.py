@@ -97,6 +97,7 @@ def test_where_nothing_can_be_read_later_the_run_goes_on_as_it_began():
     assert tried(Clock(1.2, 1.0), can_be_late=False)[-1] is True
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("opt", [ADAMW, functools.partial(SGD, momentum=0.9)])
 def test_both_ways_are_taken_and_give_the_same_bits(on_gpu, opt):
     quick, slow = Clock(1.0, 2.0), Clock(2.0, 1.0)

@@ -70,7 +70,7 @@ REQUESTS = in_room(
         Fault(
             "a short read of a store is taken",
             "Objects.read_range",
-            "len(data) != end - start",
+            "len(data) != asked",
             "False",
             FOLDER,
         ),

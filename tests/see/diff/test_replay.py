@@ -135,6 +135,7 @@ def told(one, other, **kinds):
     return "\n".join(lines), said, status
 
 
+@pytest.mark.costly
 def test_the_exact_step_is_named_from_the_nearest_checkpoints(runs, in_this_process):
     before = [contents(run) for run in runs]
     text, said, status = told(*runs)

@@ -102,6 +102,7 @@ def test_several_runs_say_what_differs(tmp_path):
     assert "split of a step of 2" in words
 
 
+@pytest.mark.costly
 def test_a_picture(tmp_path):
     folder = a_short_run(tmp_path / "run $_{1}")
     file = tmp_path / "overview.png"

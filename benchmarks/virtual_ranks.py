@@ -6,9 +6,9 @@ micro-batches.
 Both train the same network on as many gloo processes, in the same run. They take turns of some
 steps each, with models made anew: where a process gets its memory can double the time of a step. A
 step of DDP accumulates as many micro-batches of the same size as a step with virtual ranks has
-shards on a process. Printed are the median of the turns' ratios with its quartiles, the time of a
-step, and how many gradients of the whole model exist at a time with virtual ranks: what waits in the
-tree, or is about to be sent, and what has come back.
+shards on a process. Printed are the median of the ratios of the turns with its quartiles, the time
+of a step, and how many gradients of the whole model exist at a time with virtual ranks: what waits
+in the tree, or is about to be sent, and what has come back.
 """
 
 from __future__ import annotations

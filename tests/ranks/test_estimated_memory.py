@@ -20,7 +20,8 @@ CASES = {
 WITHIN = 0.1
 
 
-@pytest.mark.costly
+@pytest.mark.slow
+@pytest.mark.in_each_check(4)
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_of_a_step_is_as_estimated(ranks, tmp_path, case):
     options = CASES[case]

@@ -105,7 +105,7 @@ def test_a_recipe_is_estimated_on_its_first_batch_and_nothing_of_it_stays(recipe
     assert left(run) == {"e.json"}
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "why"),
     [

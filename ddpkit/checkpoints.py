@@ -806,6 +806,23 @@ class Checkpointer:
                 )
         return hooks
 
+    def saved_by_each_rank(self) -> list[str]:
+        """Return the names of recoverables whose savers run on every rank, as the main process has
+        them; none where that is the only one.
+
+        Ranks: collective.
+        """
+        if get_world_size() == 1:
+            return []
+        return checkpoint_work_on_main(self._names_saved_by_each_rank)
+
+    def _names_saved_by_each_rank(self) -> list[str]:
+        hooks = {
+            name: self.custom_save_hooks.get(name) or find_save_hook(obj)
+            for name, obj in self.recoverables.items()
+        }
+        return [name for name, hook in hooks.items() if hook and saves_on_every_rank(hook)]
+
     def frozen_apart(self) -> list[torch.Tensor]:
         """Return the frozen parameters of the modules of ``trained_only``, as they are now.
 
@@ -960,7 +977,7 @@ class Checkpointer:
         failures = ""
         if hooks:
             _, failures = failures_of(
-                lambda: run_savers(hooks, self.recoverables, staging),
+                lambda: run_savers(hooks, self.recoverables, staging, made_by_another_rank=True),
                 waits=self.on_error == "warn",
             )
         if save.shards is not None and not (failures or if_main_process()):

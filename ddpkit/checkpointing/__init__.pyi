@@ -108,6 +108,7 @@ from ddpkit.checkpointing.shard_states import (
     gathered_states as gathered_states,
     sharded_states as sharded_states,
 )
+from ddpkit.checkpointing.shard_writing import NOT_SHARED_BY_SAVERS as NOT_SHARED_BY_SAVERS
 from ddpkit.checkpointing.state_names import (
     loose_key as loose_key,
     map_old_state_dict_weights as map_old_state_dict_weights,

@@ -28,6 +28,7 @@ from ddpkit.checkpointing.remote import Remote
 from ddpkit.checkpointing.save_report import Retained, SaveReport, size_of_files
 from ddpkit.checkpointing.save_request import SaveRequest
 from ddpkit.checkpointing.selection import Retention, Selection, deletable, ranked
+from ddpkit.checkpointing.shard_writing import NOT_SHARED_BY_SAVERS, await_path
 from ddpkit.checkpointing.storage import (
     META_MARK,
     META_NAME,
@@ -58,6 +59,8 @@ def run_savers(
     hooks: Mapping[str, SaveHook],
     objects: Mapping[str, Any],
     staging: Path,
+    *,
+    made_by_another_rank: bool = False,
 ) -> dict[str, Any]:
     """Run save hooks, but take the states of what :func:`torch_save` is to save.
 
@@ -65,6 +68,7 @@ def run_savers(
         hooks: by name.
         objects: what they save, by name.
         staging: where the files go.
+        made_by_another_rank: whether that directory may be seen late here, or never.
 
     Returns:
         The states, by name, as ``torch.save`` would store them.
@@ -83,6 +87,8 @@ def run_savers(
     states = {}
     for name, hook in hooks.items():
         with _saving(name):
+            if made_by_another_rank:  # a hook may make it, where nobody looks for it
+                await_path(staging, NOT_SHARED_BY_SAVERS)
             if hook is torch_save:
                 states[name] = saved_state(objects[name])
             else:

@@ -63,11 +63,12 @@ GIVEN_UP = "rank 0 has given the checkpoint up: {}"
 LOST = "the connection to the store is lost, over which the ranks tell that shards are written: {}"
 
 
-def require_shared_folder(folder: Path) -> None:
+def require_shared_folder(folder: Path, words: str = NOT_SHARED) -> None:
     """Find out whether every rank sees what the main process makes in a folder.
 
     Args:
         folder: of checkpoints.
+        words: of the error, as of :func:`~ddpkit.checkpointing.shard_writing.await_path`.
 
     Raises:
         ConfigError: a rank does not.
@@ -77,7 +78,7 @@ def require_shared_folder(folder: Path) -> None:
     name = run_on_main(_make_probe, args=(folder,))
     if not name:
         return
-    failures = exchange(_failure_to_see(folder / name), site="shared folder")
+    failures = exchange(_failure_to_see(folder / name, words), site="shared folder")
     run_on_main((folder / name).unlink, kwargs={"missing_ok": True})
     for rank, failure in enumerate(failures):
         if failure:
@@ -93,9 +94,9 @@ def _make_probe(folder: Path) -> str:
     return os.path.basename(path)  # noqa: PTH119 -- of a text
 
 
-def _failure_to_see(path: Path) -> str:
+def _failure_to_see(path: Path, words: str) -> str:
     try:
-        await_path(path, NOT_SHARED)
+        await_path(path, words)
     except CheckpointError as error:
         return str(error)
     return ""

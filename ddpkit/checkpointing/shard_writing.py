@@ -22,10 +22,17 @@ if TYPE_CHECKING:
 VISIBLE_SECONDS = 30.0  # for a directory of another machine: NFS looks anew after that at most
 NAP_SECONDS = 0.01
 LOOK_SECONDS = 0.5  # between two questions whether a wait still has a reason
-NOT_SHARED = (
-    "{}, which another rank has made, is not there on {}{}. Each rank writes its own "
-    "shard of a checkpoint, so all machines must share the folder: give one on a file system that "
-    "they share; or --ckpt_layout=whole, with which rank 0 gathers and writes all."
+_NOT_THERE = "{}, which another rank has made, is not there on {}{}. "
+NOT_SHARED = _NOT_THERE + (
+    "Each rank writes its own shard of a checkpoint, so all machines must share the folder: give "
+    "one on a file system that they share. Or have rank 0 gather and write all: with "
+    "--ckpt_layout=whole, or with an output folder in an object store, such as "
+    "--output_folder=s3://BUCKET/FOLDER."
+)
+NOT_SHARED_BY_SAVERS = _NOT_THERE + (
+    "A saver that runs on every rank writes there, so all machines must share the folder: give one "
+    "on a file system that they share. Or have the main process alone save it, with what the other "
+    "ranks have sent it before (ddpkit.distributed.exchange)."
 )
 
 

@@ -58,6 +58,7 @@ def run(words: Sequence[str]) -> int:
         Request(
             device=options.device,
             output_folder=options.output_folder,
+            ckpt_local=options.ckpt_local,
             recipe=(*options.recipe, *words[split + 1 :]),
             workers=options.workers,
             timeout=float(options.timeout),
@@ -109,6 +110,11 @@ def _parser() -> argparse.ArgumentParser:
         "--output_folder",
         metavar="FOLDER",
         help="where a run would write, a path or a URL (default: the recipe's, or the present one)",
+    )
+    add(
+        "--ckpt_local",
+        metavar="FOLDER",
+        help="where a run with a URL would save first (default: the recipe's, or none)",
     )
     add("--workers", type=natural, metavar="N", help="loader processes of each rank")
     add(

@@ -57,6 +57,23 @@ def own_folder(url: str) -> Path:
     return _own_place() / f"{_last_name(url)}-{_digest(url)}-{launch_name()}{_node()}"
 
 
+def mirror_place(url: str, keep_in: str | None = None) -> Path:
+    """Return the folder of this machine in which a run mirrors a URL; or, where that is of the
+    launch alone, the folder that it is in. Nothing is made.
+
+    Args:
+        url: of the output folder.
+        keep_in: the option ``ckpt_local``; None: not given.
+
+    Ranks: local.
+
+    Example:
+        >>> mirror_place("s3://bucket/seven").name.startswith("ddpkit-mirrors-")
+        True
+    """
+    return _place() if keep_in is None else kept_folder(url.rstrip("/"), keep_in)
+
+
 def launch_name() -> str:
     """Return a name that all processes of a launch know, and no other launch has."""
     info = find_launch()
@@ -67,9 +84,13 @@ def launch_name() -> str:
     return _digest("\n".join(told))
 
 
+def _place() -> Path:
+    return Path(tempfile.gettempdir(), f"ddpkit-mirrors-{os.getuid()}")
+
+
 def _own_place() -> Path:
     """Return a folder for temporary files that is this user's alone."""
-    path = Path(tempfile.gettempdir(), f"ddpkit-mirrors-{os.getuid()}")
+    path = _place()
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():

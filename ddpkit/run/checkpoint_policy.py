@@ -28,23 +28,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ddpkit.base import DEFAULT_SAVE_HOOKS, temporarily, this_place
+from ddpkit.base import DEFAULT_SAVE_HOOKS, temporarily
 from ddpkit.checkpointing import (
     all_ranks_come,
     checkpoint_work_on_main,
     ckpt_recency,
     get_default_hook,
-    require_shared_folder,
     safe_load,
     words_of_keys,
 )
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.control import EXIT_DELAY
-from ddpkit.distributed import alone, exchange, get_rank, get_world_size, run_on_main
+from ddpkit.distributed import alone, get_rank, get_world_size, run_on_main
 from ddpkit.errors import CheckpointError, CheckpointUsageError, ConfigError
 from ddpkit.launch import find_slice
 from ddpkit.logger import get_logger, shown_path
-from ddpkit.mirror import mirror_holding
 from ddpkit.options import OPTION_BY_NAME
 from ddpkit.run.brain_file import INTRA_EPOCH_KEY
 from ddpkit.run.choose_start import NEVER, NEWEST, choose_start
@@ -53,6 +51,7 @@ from ddpkit.run.rank_state import RankState
 from ddpkit.run.run_state import RunState
 from ddpkit.run.save_position import SavePosition
 from ddpkit.run.save_record import SaveRecord
+from ddpkit.run.shared_folder import prepare_saving_by_each_rank
 from ddpkit.run.unsaved_objects import modules_not_saved, optimizers_not_saved
 from ddpkit.strategies import batch_norms
 from ddpkit.train_logger import loggers_of
@@ -414,38 +413,17 @@ class CheckpointPolicy:
                 is_debug=bool(self.context.options.debug),
             )
             state.start = checkpoint_work_on_main(choose, checkpointer, self.context.options.resume)
-            self._require_shared_folder(checkpointer)
+            prepare_saving_by_each_rank(
+                checkpointer,
+                self.context.strategy,
+                is_temporary=self._real_folder is not None,
+            )
         elif self.context.options.resume not in {"auto", "never"}:
             logger.warning(
                 "Without effect, as the Brain has no checkpointer: resume=%s.",
                 self.context.options.resume,
             )
         return state.start
-
-    def _require_shared_folder(self, checkpointer: Checkpointer) -> None:
-        """Find out before the training whether every rank can write its shard where the main
-        process commits; a folder of ddpkit's own on each machine gets whole states.
-        """
-        strategy = self.context.strategy
-        strategy.gathers_states = False
-        if not strategy.writes_shards():
-            return
-        folder = checkpointer.checkpoints_dir
-        is_own = self._real_folder is not None or mirror_holding(folder) is not None
-        if is_own and len(set(exchange(this_place(), site="machines"))) > 1:
-            strategy.gathers_states = True
-            logger.info(
-                "Rank 0 gathers and writes whole checkpoints, as with --ckpt_layout=whole: each "
-                "machine has a folder of its own."
-            )
-        elif not is_own:
-            try:
-                require_shared_folder(folder)
-            except ConfigError as error:
-                if not strategy.gathers_if_needed:
-                    raise
-                strategy.gathers_states = True
-                logger.info("Rank 0 gathers and writes whole checkpoints: %s", error)
 
     def _note_url(self, checkpointer: Checkpointer) -> None:
         """Have every rank know where a checkpoint stands that ``resume`` names by its URL."""

@@ -24,6 +24,7 @@ from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import SlicePlan, cores, find_launch
 from ddpkit.options import OPTIONS
 from ddpkit.run.loader_rates import loader_rates, own_workers
+from ddpkit.run.output_checks import checkpoint_bytes
 from ddpkit.run.slice_result import SliceResult, named_way, percentiles
 from ddpkit.run.step_plan import sizes_in_run
 from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
@@ -87,7 +88,11 @@ def measure_slice(
     Ranks: collective.
     """
     rates = _loader_rates(loader, plan)
-    facts = {**facts_of_run(stages.context, loader), "loader_rates": rates}
+    facts = {
+        **facts_of_run(stages.context, loader),
+        "checkpoint_bytes": checkpoint_bytes(brain.checkpointer),
+        "loader_rates": rates,
+    }
     clock = SliceClock(plan, stages.train_step, facts)
     train_batch = brain.fit_batch
     window = stages.context.progress.window

@@ -27,6 +27,7 @@ from ddpkit.optim import parameters_of
 from ddpkit.options import RUN_OPTIONS
 from ddpkit.run.memory_lines import line_through
 from ddpkit.run.memory_peaks import COUNTED, peaks_on
+from ddpkit.run.output_checks import checkpoint_bytes
 from ddpkit.run.passes import Passes
 from ddpkit.run.rehearsal_batches import RehearsalBatch, batches_to_rehearse, moves_early
 from ddpkit.run.step_plan import sizes_in_run
@@ -91,7 +92,8 @@ def rehearse_memory(
     Ranks: one process.
     """
     with usage_errors():
-        rehearsal = MemoryRehearsal(plan, stages.context, stages.train_step, loader)
+        size = checkpoint_bytes(brain.checkpointer)
+        rehearsal = MemoryRehearsal(plan, stages.context, stages.train_step, loader, size)
     brain.on_stage_end = _leave_out
     stages.passes = rehearsal
     stages.train(brain, loader, epoch, enable_bar=False)
@@ -106,6 +108,7 @@ class MemoryRehearsal(Passes):
         context: of the run.
         train_step: has the optimizers.
         loader: of the training set.
+        checkpoint_bytes: that a checkpoint of the run takes, about; 0: it saves none.
 
     Ranks: one process.
     """
@@ -116,11 +119,13 @@ class MemoryRehearsal(Passes):
         context: RunContext,
         train_step: TrainStep,
         loader: Any,
+        checkpoint_bytes: int = 0,
     ) -> None:
         self._plan = plan
         self._context = context
         self._train_step = train_step
         self._loader = loader
+        self._checkpoint_bytes = checkpoint_bytes
         self._sizes = sizes_in_run(loader, context)
         self._peaks = peaks_on(context.device, plan.scratch)
         self._gradients: dict[torch.Tensor, int] = {}  # the most bytes of each
@@ -288,6 +293,7 @@ class MemoryRehearsal(Passes):
             "device_memory": allocator.mem_get_info(device)[1] if has_memory else None,
             "samples": self._samples(),
             "gradients": float(sum(self._gradients.values())),
+            "checkpoint": self._checkpoint_bytes,
             "is_line": len(measured) > 1,
             "lines": lines,
             "options": {

@@ -15,9 +15,12 @@ from torch import nn
 
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
+from ddpkit.mirror import mirror_holding
+from ddpkit.run.unsaved_objects import parts_of
 from ddpkit.train_logger import ProgressSampleLogger, loggers_of
 
 if TYPE_CHECKING:
+    from ddpkit.checkpoints import Checkpointer
     from ddpkit.train_logger import TrainLogger
 
 logger = get_logger(__name__)
@@ -28,8 +31,12 @@ SHARED = (
 )
 NO_ROOM = (
     "the folder of checkpoints {!r} has {}B free, and a checkpoint of this run takes about {}B. "
-    "Free some space, or give a folder on another disk, such as --output_folder=/path/to/results. "
-    "--ckpt_errors=warn goes on where a save fails."
+    "Free some space, or {}. --ckpt_errors=warn goes on where a save fails."
+)
+ANOTHER_FOLDER = "give a folder on another disk, such as --output_folder=/path/to/results"
+ANOTHER_MIRROR = (
+    "set TMPDIR to a folder on another disk: it mirrors {}, and checkpoints are written there "
+    "first. Or give a folder on another disk with --ckpt_local"
 )
 ROOM_FOR_ONE = (
     "%s has %sB free, which is room for one checkpoint of about %sB. A new one is written before "
@@ -100,12 +107,31 @@ def require_room(
         format_order_of_magnitude(number) for number in (free, bytes_needed)
     )
     if free < bytes_needed:
-        words = NO_ROOM.format(str(folder), shown_free, shown_needed)
+        mirror = mirror_holding(folder)
+        advice = ANOTHER_FOLDER if mirror is None else ANOTHER_MIRROR.format(mirror.objects.url)
+        words = NO_ROOM.format(str(folder), shown_free, shown_needed, advice)
         if not warns:
             raise ConfigError(words)
         logger.warning("%s", words)
     elif free < 2 * bytes_needed and not has_checkpoints:
         logger.warning(ROOM_FOR_ONE, folder, shown_free, shown_needed)
+
+
+def checkpoint_bytes(checkpointer: Checkpointer | None) -> int:
+    """Estimate the bytes of a checkpoint; 0 without a checkpointer.
+
+    Args:
+        checkpointer: with all that it saves.
+
+    Ranks: local; no tensor is gathered or copied.
+
+    Example:
+        >>> checkpoint_bytes(None)
+        0
+    """
+    if checkpointer is None:
+        return 0
+    return state_bytes(parts_of(checkpointer.recoverables), checkpointer.frozen_apart())
 
 
 def folder_bytes(folder: Path) -> int:

@@ -61,7 +61,12 @@ from ddpkit.distributed import (
 from ddpkit.errors import ConfigError, RankFailedError
 from ddpkit.launch import find_launch
 from ddpkit.logger import get_logger, shown_path
-from ddpkit.run.output_checks import folder_bytes, require_outputs, require_room, state_bytes
+from ddpkit.run.output_checks import (
+    checkpoint_bytes,
+    folder_bytes,
+    require_outputs,
+    require_room,
+)
 from ddpkit.run.start_rows import (
     batch_row,
     epochs_row,
@@ -71,7 +76,6 @@ from ddpkit.run.start_rows import (
     optimizers_row,
     row_lines,
 )
-from ddpkit.run.unsaved_objects import parts_of
 from ddpkit.train_logger import loggers_of
 from ddpkit.training import compare_samples, length_of, selected_facts
 
@@ -268,10 +272,7 @@ class Preflight:
         found = state.recovered
         start = state.start
         needed = 0 if found is None else folder_bytes(found)
-        needed = needed or state_bytes(
-            parts_of(checkpointer.recoverables),
-            checkpointer.frozen_apart(),
-        )
+        needed = needed or checkpoint_bytes(checkpointer)
         has_checkpoints = found is not None or bool(start is not None and start.num_found)
         warns = checkpointer.on_error == "warn"
         require_room(

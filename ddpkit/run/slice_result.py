@@ -45,6 +45,7 @@ class SliceResult:
         global_batch_size: the option.
         micro_batches: batches of a step on each process.
         options: run options that matter for speed and are not the default.
+        checkpoint_bytes: that a checkpoint takes, about; 0: the recipe saves none.
         loader_rates: samples per second of the loader alone on each rank, by the number of workers;
             empty: not asked.
     """
@@ -72,6 +73,7 @@ class SliceResult:
     global_batch_size: int | None = None
     micro_batches: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    checkpoint_bytes: int = 0
     loader_rates: dict[str, list[float]] = field(default_factory=dict)
 
     @property

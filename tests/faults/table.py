@@ -35,7 +35,7 @@ from .table_trials import Outcome, Trial, remove, run_trial, say, spread
 COLD_SHARE = 5
 ALL = ("F1", "F2", "F3", "F4", "F4 kill", "F5", "F6", "F7", "F8", "F9", "F10", "F11", "F12", "F13",
     "F14", "F15", "F16",
-       "F17", "F18", "F19", "F20", "F21", "F22", "exit")  # fmt: skip
+       "F17", "F18", "F19", "F20", "F21", "F22", "F23", "exit")  # fmt: skip
 WIDTHS = (8, 40, 40, 6, 6, 14, 30)
 HEADS = (
     "row",

@@ -164,6 +164,12 @@ SHOWN = {
         "goes on by itself; the same bits as without; none from an incomplete checkpoint (the "
         "trials are kills)",
     ),
+    "F23": Shown(
+        "SIGKILL right before or after requests that change a store, of trainings with their "
+        "output folder on an S3 server; up to three times, each time an empty disk",
+        "goes on from what is complete in the store; the same bits and the same rows as without",
+        ("tests/mirror/test_campaign.py",),
+    ),
 }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_kills_before_another_number_of_processes_goes_on_are_a_row(capfd):
 
 def test_all_rows_are_there():
     assert {*ROWS, *SHOWN, "exit"} == set(ALL)
-    assert {f"F{number}" for number in range(1, 23)} <= set(ALL)
+    assert {f"F{number}" for number in range(1, 24)} <= set(ALL)
 
 
 def test_what_shows_a_row_is_there():

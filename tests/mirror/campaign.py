@@ -2,10 +2,11 @@
 it has come to its end; compares it with the training that was not killed.
 
 ``python -m tests.mirror.campaign --kills 200 --store s3`` runs a real S3 server (moto's) beside it;
-``--store file`` needs nothing. A kill is ``kill -9``, by the training itself, right before or right
-after one of its requests that change the store: so each request of a save is hit, and with the
-retention each of a deletion. A trial is killed up to three times. What is printed is what has to be
-zero: resumes from what is not complete, other weights, other rows.
+``--store file`` needs nothing, and ``--kinds`` names some of the kinds of trainings. A kill is
+``kill -9``, by the training itself, right before or right after one of its requests that change the
+store: so each request of a save is hit, and with the retention each of a deletion. A trial is
+killed up to three times. What is printed is what has to be zero: resumes from what is not complete,
+other weights, other rows.
 
 Each attempt is a fork of a process that has imported torch.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -322,6 +324,7 @@ KINDS = {
     "local first": Kind(("--ckpt_local={scratch}",)),
     "local first, disks that are lost": Kind(("--ckpt_local={scratch}",), loses_scratch=True),
     "two ranks": Kind(ranks=2),
+    "shards of two ranks": Kind(("--strategy=fsdp",), ranks=2),
 }
 
 
@@ -354,11 +357,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", choices=("file", "s3"), default="file")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--json", type=Path, help="write there what was found, by kind")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.store == "s3":
         import s3fs  # noqa: F401 -- before the forks
     bad = 0
+    report = {}
     with (
         scratch_folder() as store,
         bucket_of(options.store, store) as bucket,
@@ -371,7 +376,10 @@ def main():
             found = campaign.found
             seconds = time.monotonic() - begun
             print(f"{name}: {found} in {seconds:.0f} s, at {dict(campaign.places)}", flush=True)
+            report[name] = {**dataclasses.asdict(found), "places": campaign.places}
             bad += found.other_weights + found.other_rows + found.damaged + found.failed
+    if options.json:
+        options.json.write_text(json.dumps(report))
     sys.exit(bool(bad))
 
 

@@ -84,6 +84,16 @@ def test_each_machine_reads_its_own_copy(nodes, url):
     assert nodes.loaded(0).name == nodes.loaded(1).name
 
 
+@pytest.mark.exhaustive
+def test_what_is_divided_comes_to_each_machine_too(nodes, url):
+    nodes.start(url, "--strategy=fsdp", kill=30)
+    nodes.lose_disks()
+    nodes.start(url, "--strategy=fsdp")
+    assert nodes.result()["steps"] == STEPS
+    for rank in range(2):
+        assert nodes.loaded(rank).is_relative_to(nodes.folder / f"disk{rank}")
+
+
 def test_what_only_rank_0_has_on_its_disk_comes_to_the_other_machine(nodes, url):
     words = ("--ckpt_local=~/scratch",)
     nodes.start(url, *words, kill=12)

@@ -45,7 +45,7 @@ from ddpkit.errors import (
     RankFailedError,
     RankMismatchError,
 )
-from ddpkit.run import checkpoint_policy
+from ddpkit.run import checkpoint_policy, shared_folder
 from ddpkit.strategies.base import WholeState
 from ddpkit.types import Stage
 from tests.cells import some_of
@@ -468,7 +468,10 @@ def fit_on_own_disks(folder):
 def test_ranks_that_share_no_folder_are_refused_before_training(ranks, tmp_path):
     for message, steps, left in ranks.run(fit_on_own_disks, tmp_path):
         assert message.startswith("rank 1: ")
+        assert "whose own disk it would be on" in message
+        assert "give one on a file system that they share" in message
         assert "--ckpt_layout=whole" in message
+        assert "--output_folder=s3://BUCKET/FOLDER" in message
         assert steps == 0
         assert [name for name in left if name.startswith(".shared-")] == []
 
@@ -492,8 +495,8 @@ def fit_in_mirrors(folder):
     """Fit where the folder is a mirror on each of two machines."""
     place = (f"machine {dist.get_rank()}", "")
     with (
-        mock.patch.object(checkpoint_policy, "mirror_holding", return_value=object()),
-        mock.patch.object(checkpoint_policy, "this_place", return_value=place),
+        mock.patch.object(shared_folder, "mirror_holding", return_value=object()),
+        mock.patch.object(shared_folder, "this_place", return_value=place),
     ):
         return train(Classifier, folder, **SAVING)["steps"]
 

@@ -40,6 +40,7 @@ class Request:
         device: ``"cpu"`` or a kind of accelerator; None: what is there.
         output_folder: where the run would write, a path or a URL; None: as the recipe says, else
             the present one.
+        ckpt_local: the option of that name; None: as the recipe says.
         recipe: script, parameter file if it has one, and overrides.
         workers: loader processes of each rank; None: as the recipe says.
         timeout: seconds to wait for a rank.
@@ -52,6 +53,7 @@ class Request:
 
     device: str | None = None
     output_folder: str | None = None
+    ckpt_local: str | None = None
     recipe: tuple[str, ...] = ()
     workers: int | None = None
     timeout: float = 120.0
@@ -187,6 +189,7 @@ def _planned(request: Request, plan: RecipePlan, launch: LaunchInfo) -> PlannedR
         device=request.device or accelerator_kind(),
         output_folder=Path() if is_url(folder) else Path(folder),
         output_url=folder if is_url(folder) else "",
+        ckpt_local=plan.ckpt_local if request.ckpt_local is None else request.ckpt_local,
         recipe=request.recipe,
         workers=plan.workers if request.workers is None else request.workers,
         timeout=request.timeout,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpkit.launch import LaunchInfo
+from ddpkit.see.checkpoint_place import CheckpointPlace, place_of_checkpoints
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class PlannedRun:
         device: ``"cpu"`` or the kind of accelerator, such as ``"cuda"``.
         output_folder: where the run would write; it need not be there yet.
         output_url: of a folder in a store, in which the run would keep that; empty: of a disk.
+        ckpt_local: the option of that name; empty: not given.
         recipe: script, parameter file if it has one, and overrides of ``--recipe``; empty without.
         workers: loader processes of each rank; None where nothing says it.
         timeout: seconds after which a rank that does not answer is given up.
@@ -34,6 +36,7 @@ class PlannedRun:
     device: str = "cpu"
     output_folder: Path = Path()
     output_url: str = ""
+    ckpt_local: str = ""
     recipe: tuple[str, ...] = ()
     workers: int | None = None
     timeout: float = 120.0
@@ -44,6 +47,11 @@ class PlannedRun:
     def processes_here(self) -> int:
         """How many ranks are on this host."""
         return self.launch.local_world_size
+
+    @property
+    def checkpoints(self) -> CheckpointPlace:
+        """Where the run would keep its checkpoints on this machine."""
+        return place_of_checkpoints(self.output_url or str(self.output_folder), self.ckpt_local)
 
     @property
     def has_several_hosts(self) -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from yaml.nodes import Node
 
 OUTPUT_FOLDER = "output_folder"
+CKPT_LOCAL = "ckpt_local"
 WORKERS = "num_workers"
 
 
@@ -23,10 +24,12 @@ class RecipePlan:
     Attributes:
         output_folder: empty where the file does not say it.
         workers: loader processes of each rank, the most of all loaders; None where nothing says it.
+        ckpt_local: the option of that name; empty where nothing gives it.
     """
 
     output_folder: str = ""
     workers: int | None = None
+    ckpt_local: str = ""
 
 
 def parameter_file(recipe: Sequence[str]) -> Sequence[str]:
@@ -53,7 +56,7 @@ def plan_of(recipe: Sequence[str]) -> RecipePlan:
 
     Example:
         >>> plan_of(())
-        RecipePlan(output_folder='', workers=None)
+        RecipePlan(output_folder='', workers=None, ckpt_local='')
     """
     files = parameter_file(recipe)
     if not files:
@@ -71,8 +74,13 @@ def plan_of(recipe: Sequence[str]) -> RecipePlan:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}") from error
     found = list(_scalars(root)) if root is not None else []
     folders = [value for path, value in found if path == (OUTPUT_FOLDER,)]
+    local = [value for path, value in found if path == (CKPT_LOCAL,)]
     workers = [int(value) for path, value in found if path[-1] == WORKERS and value.isdecimal()]
-    return RecipePlan(folders[-1] if folders else "", max(workers, default=None))
+    return RecipePlan(
+        folders[-1] if folders else "",
+        max(workers, default=None),
+        local[-1] if local else "",
+    )
 
 
 def _overrides(words: Sequence[str]) -> str:

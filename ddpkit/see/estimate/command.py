@@ -12,6 +12,7 @@ from ddpkit.base import accelerator_kind
 from ddpkit.errors import LaunchError
 from ddpkit.launch import SlicePlan
 from ddpkit.options import RUN_OPTIONS
+from ddpkit.see.estimate.checkpoint_room import checkpoint_room
 from ddpkit.see.estimate.figures import MemoryEstimate
 from ddpkit.see.estimate.request import ASSUMED, EstimateRequest
 from ddpkit.see.estimate.table import report
@@ -59,7 +60,13 @@ def run_estimate(
         result = _rehearsed(request, folder, tell)
         given = request.memory_bytes
         memory = result["device_memory"] if given is None else given
-        found = MemoryEstimate(request.recipe.shown, result, request.processes, memory)
+        found = MemoryEstimate(
+            request.recipe.shown,
+            result,
+            request.processes,
+            memory,
+            checkpoint_room(request.words, result["checkpoint"]),
+        )
         say(report(found))
         write_json(request.json, found.as_dict())
     if found.refusal is not None:

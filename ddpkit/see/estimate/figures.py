@@ -157,6 +157,7 @@ class MemoryEstimate:
         result: what the rehearsal wrote.
         processes: numbers of them; the first one is meant.
         memory: of a device, in bytes; None: not known.
+        room: what is known of the room for checkpoints, in words; empty: nothing.
 
     Ranks: local.
     """
@@ -165,6 +166,7 @@ class MemoryEstimate:
     result: Mapping[str, Any]
     processes: Sequence[int]
     memory: float | None
+    room: str = ""
 
     @property
     def rows(self) -> list[RankFigures]:

@@ -117,7 +117,8 @@ def _notes(found: MemoryEstimate) -> list[str]:
     unknown = found.result["unknown"]
     if unknown:
         notes.append(f"Not known, as the strategy does not say: {', '.join(unknown)}.")
-    return [*notes, *found.result["remarks"]]
+    room = [found.room] if found.room else []
+    return [*notes, *found.result["remarks"], *room]
 
 
 def _impossible(found: MemoryEstimate) -> list[str]:

@@ -40,10 +40,17 @@ def test_a_recipe_without_a_file_says_nothing():
     assert plan_of(("train.py", "--seed=1")) == plan_of(())
 
 
+def test_where_checkpoints_are_saved_first_comes_from_there_too(recipe):
+    assert plan_of((*recipe, "--data=/data", "--ckpt_local=/scratch")).ckpt_local == "/scratch"
+    with Path(recipe[1]).open("a") as file:
+        file.write("ckpt_local: /nvme\n")
+    assert plan_of((*recipe, "--data=/data")).ckpt_local == "/nvme"
+
+
 def test_a_file_that_says_neither_leaves_both_open(tmp_path):
     (tmp_path / "hparams.yaml").write_text("lr: 0.1\n")
     plan = plan_of(("train.py", str(tmp_path / "hparams.yaml")))
-    assert (plan.output_folder, plan.workers) == ("", None)
+    assert (plan.output_folder, plan.workers, plan.ckpt_local) == ("", None, "")
 
 
 def test_a_file_that_cannot_be_read_is_an_error_with_the_reason(recipe, capsys):

@@ -91,6 +91,8 @@ def test_a_recipe_is_estimated_on_its_first_batch_and_nothing_of_it_stays(recipe
     assert "Rehearsed on the CPU with 16 samples." in run.out
     assert "Fits under ddp on 2 processes: " in run.out
     assert "Not known, as the strategy does not say: data_parallel, quiet." in run.out
+    assert "A checkpoint takes about 104.5 kB, and " in run.out
+    assert " are free in results." in run.out
     found = json.loads((run.folder / "e.json").read_text())
     rows = {(row["strategy"], row["processes"]): row for row in found["rows"]}
     ddp = rows["ddp", 2]

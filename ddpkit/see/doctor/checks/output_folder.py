@@ -15,6 +15,7 @@ from pathlib import Path
 from ddpkit.base import FileSystem, require_writable
 from ddpkit.errors import ConfigError
 from ddpkit.see.amounts import GB, MB, in_bytes
+from ddpkit.see.checkpoint_place import OF_FOLDER
 from ddpkit.see.doctor.check import Site
 from ddpkit.see.doctor.file_systems import (
     IN_MEMORY,
@@ -24,6 +25,7 @@ from ddpkit.see.doctor.file_systems import (
 )
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 
+THREE = "three checkpoints of 300 million parameters with Adam's state"
 ROOM = 10 * GB  # a few checkpoints of 300 million parameters with Adam's state are 3.6 GB each
 LITTLE_ROOM = 500 * MB
 FILES = 10_000
@@ -43,14 +45,15 @@ def look(site: Site) -> Iterator[Finding]:
     try:
         require_writable("", site.run.output_folder)
     except ConfigError as error:
-        yield _folder(site, system, PROBLEM, _reason(error))
+        yield _folder(site, system, PROBLEM, reason_of(error))
     else:
-        yield _folder(site, system, *_kind(system))
-        yield _latency(folder, system)
-    yield from _room(site, folder)
+        yield _folder(site, system, *kind_of(system))
+        yield latency(folder, system)
+    yield from room(site, folder, THREE, OF_FOLDER)
 
 
-def _reason(error: ConfigError) -> str:
+def reason_of(error: ConfigError) -> str:
+    """Say why a folder cannot be written."""
     cause = error.__cause__
     return f"cannot be written: {getattr(cause, 'strerror', None) or error}"
 
@@ -79,7 +82,8 @@ def _folder(
     )
 
 
-def _kind(system: FileSystem) -> tuple[str, str]:
+def kind_of(system: FileSystem) -> tuple[str, str]:
+    """Return a verdict on a file system, and what is wrong with it."""
     if system.kind in IN_MEMORY:
         return LOOK, "which is in memory: it ends with the machine, and takes memory of the run"
     if system.kind in OF_CONTAINER:
@@ -91,7 +95,8 @@ def _kind(system: FileSystem) -> tuple[str, str]:
     return OK, ""
 
 
-def _latency(folder: Path, system: FileSystem) -> Finding:
+def latency(folder: Path, system: FileSystem) -> Finding:
+    """Measure how long small files take."""
     seconds = statistics.median(_seconds_to_write(folder) for _ in range(TRIES))
     verdict = OK if seconds < SLOW_SECONDS else LOOK if seconds < VERY_SLOW_SECONDS else PROBLEM
     where = ", over the network" if system.is_of_network else ""
@@ -118,7 +123,20 @@ def _seconds_to_write(folder: Path) -> float:
         return time.perf_counter() - began
 
 
-def _room(site: Site, folder: Path) -> Iterator[Finding]:
+def room(
+    site: Site,
+    folder: Path,
+    source: str,
+    advice: str,
+) -> Iterator[Finding]:
+    """Look at what is free.
+
+    Args:
+        site: the machine.
+        folder: that is there.
+        source: what the room is for.
+        advice: what to do where there is too little.
+    """
     disk = site.machine.disk(folder)
     free = disk.f_bavail * disk.f_frsize
     total = disk.f_blocks * disk.f_frsize
@@ -127,10 +145,9 @@ def _room(site: Site, folder: Path) -> Iterator[Finding]:
         OK if free >= ROOM else LOOK if free >= LITTLE_ROOM else PROBLEM,
         f"{in_bytes(free)} of {in_bytes(total)} are free",
         f"at least {in_bytes(ROOM)}",
-        "three checkpoints of 300 million parameters with Adam's state",
+        source,
         cost=f'"{os.strerror(errno.ENOSPC)}" at a save',
-        advice="Delete what is not needed (python -m ddpkit ckpt ls shows checkpoints), or give "
-        "another --output_folder.",
+        advice=advice,
         details={"free": free, "total": total},
     )
     if disk.f_files:  # some file systems, such as btrfs, have no fixed number
@@ -141,6 +158,6 @@ def _room(site: Site, folder: Path) -> Iterator[Finding]:
             f"at least {FILES}",
             "a checkpoint has a file for each object and rank",
             cost=f'"{os.strerror(errno.ENOSPC)}" at a save, on a disk that seems to have room',
-            advice="Delete small files, or give another --output_folder (df -i shows both).",
+            advice=f"df -i shows them. {advice}",
             details={"free": disk.f_favail},
         )

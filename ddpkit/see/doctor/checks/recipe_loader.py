@@ -12,6 +12,7 @@ from ddpkit.launch import SlicePlan, cores
 from ddpkit.logger import get_logger
 from ddpkit.run import SliceResult
 from ddpkit.see.doctor.check import Site
+from ddpkit.see.doctor.checkpoint_space import checkpoint_space
 from ddpkit.see.doctor.finding import LOOK, OK, PROBLEM, Finding
 from ddpkit.see.doctor.ranks import answering
 from ddpkit.see.orderly_end import ended_in_order
@@ -139,7 +140,10 @@ def _looked_at(site: Site, is_given_up: Callable[[], bool]) -> list[Finding]:
         except SliceFailedError as error:
             return [_failed(error)]
     speed = speed_of(result)
-    return [_too_short() if speed is None else finding(speed, numbers)]
+    found = [_too_short() if speed is None else finding(speed, numbers)]
+    if result.checkpoint_bytes:
+        found.append(checkpoint_space(site, result.checkpoint_bytes))
+    return found
 
 
 def _tell(line: str) -> None:

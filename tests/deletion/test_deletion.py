@@ -17,6 +17,7 @@ from tests.deletion.features import (
     TABLE,
     Feature,
     features,
+    goes_with,
     made_unimportable,
     unknown_tests,
 )
@@ -200,3 +201,30 @@ def test_a_test_is_a_features_own_by_text_parameters_or_fixture(
         callspec=SimpleNamespace(params=params),
     )
     assert feature.owns_test(item) is is_own
+
+
+@pytest.mark.costly
+def test_files_of_tests_import_only_features_that_all_their_tests_are_of():
+    """Else the file cannot be collected in the delete test, and no test of it runs."""
+    every = features()
+    with_users = {feature.module: goes_with(feature, every) for feature in every}
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        wrong += [
+            f"{name}: {module}"
+            for module in imported_at_the_top(path) & set(with_users)
+            if not any(one.owns_file(name) for one in with_users[module])
+        ]
+    assert wrong == []
+
+
+def imported_at_the_top(path):
+    found = set()
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ImportFrom):
+            found.add(statement.module)
+            found |= {f"{statement.module}.{alias.name}" for alias in statement.names}
+        elif isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+    return found

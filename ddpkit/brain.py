@@ -668,10 +668,7 @@ class Brain(_Typed):
 
         Args:
             max_key: the checkpoint with the highest value of this key.
-            min_key: the checkpoint with the lowest.
-
-        Raises:
-            CheckpointUsageError: there are checkpoints, and none has the key.
+            min_key: the checkpoint with the lowest. A key that none of them has is an error.
         """
         self.__run.initial_weights.begin_evaluation()
         if is_on_meta(self.modules):
@@ -1038,8 +1035,7 @@ class Brain(_Typed):
             by name.
 
         Raises:
-            CheckpointUsageError: there are checkpoints, and none has the key. Without any
-                checkpoint the weights in memory are evaluated, with a warning.
+            CheckpointUsageError: there are checkpoints, and none has the key.
             ConfigError: called inside ``fit`` of the same Brain, where it would recover other
                 weights, unless ``on_evaluate_start`` is overridden; or in a training batch.
         """

@@ -33,6 +33,7 @@ from ddpkit.step_times import (
     VerdictFinder,
     WindowTimes,
     filled_slots,
+    host_load,
     memory_use,
     rows_of,
     speed_fields,
@@ -283,6 +284,7 @@ class SpeedReport:
             memory_use(self._context.device),
             self._core_waits.share(),
             self._clocks.read(),
+            host_load(),
         )
         return filled_slots(row, get_rank() or 0, get_world_size())
 
@@ -396,12 +398,14 @@ class SpeedReport:
         """Return what the verdicts look at beside medians."""
         singles = [row.numbers.singles for row in self._rows]
         clocks = [row.gpu_clocks for row in self._rows]
+        loads = [row.host_load for row in self._rows]
         return {
             "single_sizes": [[single.size for single in row] for row in singles],
             "single_own": [[single.own for single in row] for row in singles],
             "single_exchange": [[single.exchange for single in row] for row in singles],
             "core_waits": [row.core_waits for row in self._rows],
             "gpu_clocks": None if None in clocks else clocks,
+            "host_loads": None if None in loads else loads,
         }
 
 

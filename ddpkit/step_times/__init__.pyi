@@ -11,6 +11,9 @@ from ddpkit.step_times.flops import (
 from ddpkit.step_times.gpu_clocks import (
     GpuClocks as GpuClocks,
 )
+from ddpkit.step_times.machine_load import (
+    host_load as host_load,
+)
 from ddpkit.step_times.memory import (
     memory_use as memory_use,
 )

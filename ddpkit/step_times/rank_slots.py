@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 _TIMES = (*PHASES, STEP)
 _REST = ("samples", "size", "tokens", "host_seconds", "is_host_bound", "core_waits")
 _CLOCKS = ("share", "reasons")
+_LOAD = ("load", "cores")
 _SINGLE = len(SingleWindow._fields)
 
+_GROUPS = (_TIMES, _REST, MEMORY, _CLOCKS, _LOAD)
+_SINGLES = _SINGLE * SINGLE_WINDOWS
+
 #: How many numbers each rank tells.
-SLOTS = len(_TIMES) + len(_REST) + len(MEMORY) + len(_CLOCKS) + _SINGLE * SINGLE_WINDOWS
+SLOTS = sum(map(len, _GROUPS)) + _SINGLES
 
 _NOTHING = -1.0  # in the place of a number that a rank does not have; all numbers are 0 or more
 
@@ -35,12 +39,14 @@ class RankRow:
         memory: bytes by name.
         core_waits: share of the time without a core.
         gpu_clocks: ``"share"`` and ``"reasons"``; None: not known.
+        host_load: ``"load"`` and ``"cores"`` of its machine; None: not known.
     """
 
     numbers: RankNumbers
     memory: dict[str, float]
     core_waits: float = 0.0
     gpu_clocks: dict[str, float] | None = None
+    host_load: dict[str, float] | None = None
 
 
 def filled_slots(row: RankRow | None, rank: int, world_size: int) -> list[float]:
@@ -89,6 +95,7 @@ def _packed(row: RankRow) -> list[float]:
         row.core_waits,
         *_values(row.memory, MEMORY),
         *_values(row.gpu_clocks or {}, _CLOCKS),
+        *_values(row.host_load or {}, _LOAD),
         *(value for single in singles for value in single),
         *[_NOTHING] * (missing * _SINGLE),
     ]
@@ -99,6 +106,7 @@ def _unpacked(slots: Iterator[float]) -> RankRow:
     rest = {name: next(slots) for name in _REST}
     memory = {name: next(slots) for name in MEMORY}
     clocks = {name: next(slots) for name in _CLOCKS}
+    load = {name: next(slots) for name in _LOAD}
     singles = [SingleWindow(*(next(slots) for _ in range(_SINGLE))) for _ in range(SINGLE_WINDOWS)]
     core_waits = rest.pop("core_waits")
     tokens = rest.pop("tokens")
@@ -108,7 +116,13 @@ def _unpacked(slots: Iterator[float]) -> RankRow:
         singles=[single for single in singles if single.size >= 0.0],
         **rest,
     )
-    return RankRow(numbers, _there(memory), core_waits, _there(clocks) or None)
+    return RankRow(
+        numbers,
+        _there(memory),
+        core_waits,
+        _there(clocks) or None,
+        _there(load) or None,
+    )
 
 
 def _values(

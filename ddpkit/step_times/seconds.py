@@ -46,6 +46,8 @@ class SecondOfSteps:
         gpu_clocks: ``"share"`` of the GPU's highest clock, 0 to 1, at which it runs, and
             ``"reasons"``, a sum of bits of NVML that say why it is not faster. None without such
             GPUs.
+        host_loads: ``"load"``, the load average of the rank's machine in the last minute, and
+            ``"cores"``, how many it has. None where a system does not tell.
 
     Ranks: local; equal on all ranks.
 
@@ -84,6 +86,7 @@ class SecondOfSteps:
     single_exchange: list[list[float]] | None = None
     core_waits: list[float] | None = None
     gpu_clocks: list[dict[str, float]] | None = None
+    host_loads: list[dict[str, float]] | None = None
 
     @property
     def step_seconds(self) -> float:

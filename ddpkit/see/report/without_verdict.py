@@ -26,7 +26,8 @@ def words_without_verdict(run: RunReport) -> str:
     if step is None:
         return NOTHING_MEASURED
     reports = run.speed["step.median"]
-    seconds = float(np.nansum(run.speed.get("seconds", np.ones(len(reports)))))
+    lengths = run.speed.get("seconds", np.ones(len(reports)))
+    seconds = float(np.nansum(lengths))
     if len(reports) < FEWEST_REPORTS:
         return (
             f"No verdict: {seconds:.0f} s of training were measured, which is too little for one. "

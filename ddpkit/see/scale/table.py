@@ -118,14 +118,18 @@ def _loader_command(measurement: Measurement, rows: Sequence[Row]) -> list[str]:
     script, *words = measurement.recipe.split()
     if not waiting or script.startswith("-"):  # `doctor` starts scripts, and no modules
         return []
+    command = ["python -m ddpkit doctor"]
     largest = waiting[-1]
-    several = f" --nproc {largest.world_size}" if largest.world_size > 1 == largest.nodes else ""
-    files = 1 if words and not words[0].startswith("-") else 0
-    recipe = " ".join([script, *words[:files]])
-    options = " ".join(["", "--", *words[files:]]) if words[files:] else ""
+    if largest.world_size > 1 and largest.nodes == 1:
+        command.append(f"--nproc {largest.world_size}")
+    command.append(f"--recipe {script}")
+    if words and not words[0].startswith("-"):
+        command.append(words.pop(0))
+    if words:
+        command += ["--", *words]
     told = (
-        "This command measures the loader alone, and says how many workers would do: `python -m "
-        f"ddpkit doctor{several} --recipe {recipe}{options}`."
+        "This command measures the loader alone, and says how many workers would do: "
+        f"`{' '.join(command)}`."
     )
     return [told]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ddpkit.step_times.machine_load import is_busy
 from ddpkit.step_times.medians import median
 from ddpkit.step_times.phases import EXCHANGE, PHASES, STEP
 from ddpkit.step_times.verdicts.memory_record import MemoryRecord
@@ -35,6 +36,11 @@ STRETCH_SECONDS = 0.5
 #: How many stretches are looked at, and how many of them must agree.
 LOOKED_AT = 6
 AGREEING = 5
+#: How many are looked at where the ranks of a machine take its cores from each other: there one of
+#: them comes off badly for several seconds, and then another.
+LOOKED_AT_IF_CROWDED = 18
+#: Of the time: from here on that is so.
+CROWDED = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,33 @@ class Stretch:
         explained = np.where(more > 0.0, more, HIDDEN * more)
         lateness: NDArray[np.float64] = np.minimum(by_times, by_waits) - explained
         return lateness
+
+    def late_windows(self, share: float) -> NDArray[np.float64]:
+        """Return for each rank the part of the single windows in which it was late.
+
+        Args:
+            share: of a step, by which it has to be late.
+        """
+        least = share * self.step
+        late = np.zeros(len(self.own))
+        for own, exchange in zip(self.own.T, self.exchange.T, strict=True):
+            lateness = np.minimum(above_others(own), -above_others(exchange))
+            late += lateness >= least
+        parts: NDArray[np.float64] = late / self.own.shape[1]
+        return parts
+
+    def busy_words(self, rank: int) -> str:
+        """Return a sentence about the machine of a rank, if it has more to do than it has cores
+        for; else nothing.
+        """
+        loads = self.last.host_loads
+        if loads is None:
+            return ""
+        load = loads[rank]["load"]
+        cores = loads[rank]["cores"]
+        if not is_busy(load, cores):
+            return ""
+        return f"The machine is busy: load {load:.1f} on {cores:.0f} cores."
 
     def _above_others_of_host(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         hosts = np.array(self.last.host_names or ("",) * len(values))
@@ -168,6 +201,7 @@ class History:
 
     Attributes:
         recent: the last stretches, the newest at the end; at most :data:`LOOKED_AT`.
+        record: likewise, but more of them: :data:`LOOKED_AT_IF_CROWDED`.
         memory: of the whole run.
     """
 
@@ -175,6 +209,7 @@ class History:
         self.hosts = tuple(hosts)
         self.num_workers = num_workers
         self.recent: deque[Stretch] = deque(maxlen=LOOKED_AT)
+        self.record: deque[Stretch] = deque(maxlen=LOOKED_AT_IF_CROWDED)
         self.memory = MemoryRecord()
         self._gathered: list[SecondOfSteps] = []
         self._epoch: int | None = None
@@ -197,6 +232,7 @@ class History:
         if sum(times.seconds for times in self._gathered) < STRETCH_SECONDS:
             return False
         self.recent.append(_joined(self._gathered))
+        self.record.append(self.recent[-1])
         self._gathered = []
         return True
 
@@ -219,6 +255,21 @@ class History:
         """Return the medians over the stretches of an array, or a number, of each."""
         values = [np.asarray(values_of(stretch), dtype=np.float64) for stretch in self.recent]
         return np.asarray(np.median(values, axis=0))
+
+    def is_crowded(self, rank: int) -> bool:
+        """Say whether all ranks of a rank's machine wait for its cores much of the time.
+
+        A rank that is alone on its machine takes no core from another one.
+        """
+        newest = self.newest
+        hosts = newest.last.host_names or ("",) * newest.last.world_size
+        ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        if len(ranks) == 1:
+            return False
+        waits = self.typical(lambda stretch: stretch.core_waits)
+        if not waits.any():  # no Linux: its load has to tell
+            return bool(newest.busy_words(rank))
+        return bool(waits[ranks].min() >= CROWDED)
 
     def agrees(self, has: Callable[[Stretch], bool]) -> bool:
         """Say whether as many stretches as have to agree have something.

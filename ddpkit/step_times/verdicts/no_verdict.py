@@ -16,6 +16,7 @@ def words_of_no_verdict(
     step: float,
     data: float,
     exchange: float | None = None,
+    busy: str = "",
 ) -> str:
     """Return the sentences that stand where a verdict would.
 
@@ -24,6 +25,7 @@ def words_of_no_verdict(
         step: seconds of a typical step.
         data: seconds of it in which a rank waits for its batch.
         exchange: seconds of it in which a rank waits for the others; None: there are no others.
+        busy: a sentence about a busy machine, if it is one.
 
     Example:
         >>> words_of_no_verdict(42.0, 0.1, 0.003).partition(". ")
@@ -33,9 +35,11 @@ def words_of_no_verdict(
     waits = f"{percent(data / max(step, 1e-9))} of it waited for data"
     if exchange is not None:
         waits += f", {percent(exchange / max(step, 1e-9))} for the other ranks"
+    if busy:
+        busy = f" {busy} That hides a rank that is a little late."
     return (
         f"No verdict: nothing stood out in {seconds:.0f} s of training. A step took "
-        f"{duration(step)}; {waits}."
+        f"{duration(step)}; {waits}.{busy}"
     )
 
 
@@ -53,6 +57,7 @@ class FiguresOfRun:
         self._data = 0.0
         self._exchange = 0.0
         self._is_alone = True
+        self._busy = ""
 
     def note(self, stretch: Stretch) -> None:
         """Take in a stretch; each counts by its windows."""
@@ -64,6 +69,7 @@ class FiguresOfRun:
         self._data += windows * float(stretch.of_phase(DATA).mean())
         self._exchange += windows * float(stretch.of_phase(EXCHANGE).mean())
         self._is_alone = stretch.last.world_size == 1
+        self._busy = "" if self._is_alone else stretch.busy_words(0)
 
     def words(self) -> str:
         """Return the sentences; there was a stretch."""
@@ -72,4 +78,5 @@ class FiguresOfRun:
             self._step / self._windows,
             self._data / self._windows,
             None if self._is_alone else self._exchange / self._windows,
+            self._busy,
         )

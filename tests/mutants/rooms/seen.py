@@ -30,6 +30,20 @@ STEP_TIMES = in_room(
             "stretch.lateness[rank] <= -SHARE * stretch.step",
         ),
         Fault(
+            "a rank that is late by turns with the others is told as late",
+            "is_steadily_late",
+            "np.mean(found > 0.0) >= AGREEING / LOOKED_AT",
+            "True",
+            "tests/step_times/test_late_rank_on_a_busy_machine.py",
+        ),
+        Fault(
+            "a machine whose ranks wait for its cores is judged like a quiet one",
+            "History.is_crowded",
+            "bool(waits[ranks].min() >= CROWDED)",
+            "False",
+            "tests/step_times/test_late_rank_on_a_busy_machine.py",
+        ),
+        Fault(
             "a rank with larger batches is told as late",
             "LateRank.find",
             "SizeEffect.of(history.recent).explains(rank) >= EXPLAINED * late",

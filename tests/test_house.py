@@ -52,7 +52,7 @@ RATCHETS = {
     "circles of files": 0,
     "modules that name a feature, median": 6,  # decision 0044
     "modules that name a feature, most": 16,
-    "lines of the longest file": 1273,  # of the Brain, most of them docstrings
+    "lines of the longest file": 1269,  # of the Brain, most of them docstrings
     "code lines per comment": 26.9,
     "modules that epoch_loop loads": 5,
     "modules that sampler loads": 8,

@@ -41,7 +41,8 @@ def checkpoint_room(words: Sequence[str], size: int) -> str:
 
 
 def _plan(words: Sequence[str]) -> RecipePlan:
-    has_file = len(words) > 1 and words[1].endswith(YAML) and Path(words[1]).is_file()
+    may_be_file = len(words) > 1 and words[1].endswith(YAML)
+    has_file = may_be_file and Path(words[1]).is_file()
     if has_file:
         # a file that the recipe reads in a way of its own says nothing here
         with contextlib.suppress(ConfigError):

@@ -811,6 +811,7 @@ def test_looking_opens_nothing_for_writing(three, tmp_path):
     """As the operating system sees it: a hook on every open, in a process of its own."""
     script = f"""
 import os, sys
+sys.dont_write_bytecode = True
 from ddpkit.cli import main
 bad = []
 def watch(event, arguments):

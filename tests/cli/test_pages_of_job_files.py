@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-import ddpkit
+import ddpkit.parts
 from ddpkit.cli import main
-from ddpkit.parts import KubeflowProgress
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 COMMAND = re.compile(
@@ -37,4 +36,4 @@ def test_the_yaml_of_the_page_makes_the_part(tmp_path):
     [block] = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "hparams.yaml").write_text(block)
     [part] = ddpkit.load_hparams(tmp_path / "hparams.yaml", "")["parts"]
-    assert isinstance(part, KubeflowProgress)
+    assert isinstance(part, ddpkit.parts.KubeflowProgress)

@@ -182,6 +182,7 @@ TABLE = (
         tests=(
             *(*_SEVERAL, *_ESTIMATES),
             *("tests/strategies/test_averages.py", "tests/ranks/test_gpus.py"),
+            "tests/launch/test_notebook.py",
         ),
         fixtures=("ranks",),
         users=(
@@ -221,7 +222,10 @@ TABLE = (
     Feature(
         "ddpkit/strategies/zero1.py",
         r"(?i)zero1",
-        tests=(*_ESTIMATES, "tests/ranks/test_zero1.py"),
+        tests=(
+            *(*_ESTIMATES, "tests/ranks/test_zero1.py", "tests/test_benchmarks.py"),
+            "tests/cli/test_commands_on_shards.py",  # the shards are of optimizers
+        ),
         users=("ddpkit/strategies/virtual_zero1.py",),
     ),
     Feature(

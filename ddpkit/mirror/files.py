@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ddpkit.base import EARLIER
 from ddpkit.checkpointing import DIRECTORY_PREFIX
 from ddpkit.logger import get_logger
+from ddpkit.mirror.file_index import read_file_index, write_file_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,6 +51,7 @@ class Files:
         self._mutex = threading.Lock()
         # as they were when they were copied, by name: size and time of the change
         self._copied: dict[str, tuple[int, int]] = {}
+        self._indexed: set[str] = set()
 
     def pull(
         self,
@@ -69,12 +71,12 @@ class Files:
         """
         count = 0
         with self._mutex:
-            for name, size in sorted(self._objects.sizes().items()):
+            self._indexed = read_file_index(self._objects)
+            for name in sorted({*self._objects.sizes(), *self._indexed}):
                 if not _travels(PurePosixPath(name), is_pull=True):
                     continue
                 path = self._folder / name
-                if replaces or not path.exists():
-                    self._get(name, path, size)
+                if (replaces or not path.exists()) and self._get(name, path):
                     self._copied[name] = _state(path)
                     count += 1
         return count
@@ -95,6 +97,8 @@ class Files:
         count = 0
         with self._mutex:
             present = dict(self._present())
+            if only == ALL and not self._indexed.issuperset(present):
+                self._index({*self._indexed, *present})
             for name, state in present.items():
                 is_asked = only == ALL or PurePosixPath(name).match(only)
                 path = self._folder / name
@@ -106,7 +110,13 @@ class Files:
             for name in gone if only == ALL else ():
                 self._objects.delete(name)
                 del self._copied[name]
+            if only == ALL and not self._indexed.isdisjoint(gone):
+                self._index(self._indexed - set(gone))
         return count
+
+    def _index(self, names: set[str]) -> None:
+        write_file_index(self._objects, names)
+        self._indexed = names
 
     def _send(
         self,
@@ -147,8 +157,11 @@ class Files:
         self,
         name: str,
         path: Path,
-        size: int,
-    ) -> None:
+    ) -> bool:
+        """Copy a file down; return whether it is there, of which a late listing says nothing."""
+        size = self._objects.size(name)
+        if size is None:
+            return False
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".tmp-{uuid.uuid4().hex[:12]}")
         try:
@@ -157,8 +170,11 @@ class Files:
                     end = min(start + BLOCK_BYTES, size)
                     file.write(self._objects.read_range(name, start, end))
             unfinished.replace(path)
+        except FileNotFoundError:  # deleted meanwhile
+            return False
         finally:
             unfinished.unlink(missing_ok=True)
+        return True
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from tests.s3_server import needs_s3
 
 pytestmark = [pytest.mark.faults, pytest.mark.exhaustive, *needs_s3]
 
-KILLS = int(os.environ.get("TRAINING_KILLS", "3"))  # of each kind
+KILLS = int(os.environ.get("TRAINING_KILLS", "1"))  # of each kind
 LIMIT_SECONDS = 600 + 60 * KILLS
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS_ZERO = ("other_weights", "other_rows", "damaged", "failed")

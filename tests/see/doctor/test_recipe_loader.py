@@ -42,9 +42,10 @@ RECIPE = """
         def on_stage_end(self, stage, stage_loss, epoch=None):
             Path("trained").touch()
 
-    file, run_opts, overrides = ddpkit.parse_arguments()
+    run_opts = {}
     hparams = {"workers": 0, "seconds_of_a_sample": 0.0, "seconds_of_a_step": 0.02}
-    if file:
+    if len(sys.argv) > 1:
+        file, run_opts, overrides = ddpkit.parse_arguments()
         hparams = ddpkit.load_hparams(file, overrides)
         ddpkit.create_experiment_directory(hparams["output_folder"], file, overrides)
     brain = Brain({"net": torch.nn.Linear(4, 1)}, lambda p: torch.optim.SGD(p, lr=0.1), hparams, run_opts)

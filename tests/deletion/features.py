@@ -206,7 +206,10 @@ TABLE = (
     Feature(
         "ddpkit/strategies/virtual_ranks.py",
         r"(?i)virtual[_-]?ranks",
-        tests=(*_SEVERAL, *_ESTIMATES, "tests/ranks/test_virtual_ranks.py"),
+        tests=(
+            *(*_SEVERAL, *_ESTIMATES, "tests/ranks/test_virtual_ranks.py"),
+            "tests/ranks/test_rank_audit.py",  # only they can be audited
+        ),
         users=("ddpkit/strategies/virtual_fsdp.py", "ddpkit/strategies/virtual_zero1.py"),
     ),
     Feature(

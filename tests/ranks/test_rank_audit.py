@@ -63,9 +63,9 @@ def test_weights_that_are_not_those_of_the_others_are_told(ranks):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("number", range(len(STILL)))
-def test_nothing_is_found_where_nothing_is_wrong(ranks, number):
-    ended = ranks.run(functools.partial(train, epochs=2, **STILL[number]))
+@pytest.mark.parametrize("options", STILL, ids=map(str, range(len(STILL))))
+def test_nothing_is_found_where_nothing_is_wrong(ranks, options):
+    ended = ranks.run(functools.partial(train, epochs=2, **options))
     assert [one.words for one in ended] == ["", ""]
     assert ended[0].audits == ended[0].steps > 1
 

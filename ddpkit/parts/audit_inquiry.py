@@ -66,7 +66,7 @@ NONE_SO_OLD = "all checkpoints are of later steps"
 
 
 @dataclass
-class Testimony:
+class Report:
     """What a rank says of itself and of the rank after it.
 
     Attributes:
@@ -140,7 +140,7 @@ class AuditInquiry:
         Raises:
             AuditError: always.
         """
-        told = gather_objects(lambda: self._testimony(work, audit))
+        told = gather_objects(lambda: self._report(work, audit))
         disputes = self._disputes(work, told)
         verdicts = [dispute.judged() for dispute in disputes]
         wrong = _wrong_of(verdicts)
@@ -163,11 +163,11 @@ class AuditInquiry:
         step: int = self._brain.optimizer_step
         return step + 1
 
-    def _testimony(self, work: ShardWork, audit: Mapping[str, str]) -> Testimony:
+    def _report(self, work: ShardWork, audit: Mapping[str, str]) -> Report:
         where = f"rank {work.rank} (host {host_name()}, {self._context.device})"
-        return Testimony(where, work.answer, audit, self._again.inputs())
+        return Report(where, work.answer, audit, self._again.inputs())
 
-    def _disputes(self, work: ShardWork, told: Sequence[Testimony]) -> list[Dispute]:
+    def _disputes(self, work: ShardWork, told: Sequence[Report]) -> list[Dispute]:
         """Have all ranks compute the shards of which two have different bits."""
         ranks = range(len(told))
         disputes: list[Dispute] = []
@@ -194,7 +194,7 @@ class AuditInquiry:
 
     def _words(
         self,
-        told: Sequence[Testimony],
+        told: Sequence[Report],
         dispute: Dispute,
         verdicts: Sequence[Judgement],
         saved: str,
@@ -266,7 +266,7 @@ def _wrong_of(verdicts: Sequence[Judgement]) -> list[int]:
     return sorted(set().union(*(verdict.wrong for verdict in verdicts)))
 
 
-def _listed(told: Sequence[Testimony], ranks: Iterable[int]) -> str:
+def _listed(told: Sequence[Report], ranks: Iterable[int]) -> str:
     return " and ".join(told[rank].where for rank in ranks)
 
 
@@ -277,7 +277,7 @@ def _order_of_three(answers: Sequence[Mapping[str, str]]) -> str:
     return SECOND_ALONE if first == last else ALL_DIFFER
 
 
-def _more(rank: int, told: Sequence[Testimony], dispute: Dispute) -> str:
+def _more(rank: int, told: Sequence[Report], dispute: Dispute) -> str:
     """Say what is known besides of a rank that is wrong."""
     first, *later = dispute.answers[rank]
     if len(told) == PAIR:
@@ -296,6 +296,6 @@ def _more(rank: int, told: Sequence[Testimony], dispute: Dispute) -> str:
     return words
 
 
-def _two_weights(told: Sequence[Testimony]) -> str:
+def _two_weights(told: Sequence[Report]) -> str:
     name = first_difference([one.inputs for one in told])
     return TWO_WEIGHTS.format(name) if name else ""

@@ -12,10 +12,12 @@ import contextlib
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.base import POSITION, writing
+from ddpkit.base import POSITION, this_place, writing
+from ddpkit.checkpointing import require_shared_folder
 from ddpkit.distributed import exchange, get_rank, get_world_size, run_on_main
 from ddpkit.errors import ConfigError, DataError
 from ddpkit.logger import get_logger
+from ddpkit.mirror import mirror_holding
 from ddpkit.row_files import SortedWriter, merge_files, rename_synced
 from ddpkit.training import SampleIndices, gather_results
 
@@ -32,6 +34,16 @@ logger = get_logger(__name__)
 NOT_SHARED = (
     "{}: rank {} has written its part to {}, which the main process does not see. Give a folder "
     "that all machines share; or a path with *, by which each process keeps its own file."
+)
+NOT_THERE = (
+    "{}, which the main process has made, is not there on {}{}. The main process joins what all "
+    "ranks write into one file, so all machines must share the folder: give one on a file system "
+    "that they share. Or give a path with *, by which each process keeps its own file."
+)
+OF_MIRRORS = (
+    "{}: each of the {} machines has a folder of its own that mirrors the store, and what the "
+    "others write there would be lost. Give a path on a file system that all machines share. Or "
+    "leave output out: then the outputs of all ranks are returned."
 )
 UNEQUAL = (
     "{}: the outputs of rank {} do not go into one file with those of the ranks before it: {}. "
@@ -92,17 +104,33 @@ class OutputFiles:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Return a context in which outputs are written; what is not complete goes at its end."""
+        self._refuse_mirrors()
         run_on_main(self._clear)  # of a prediction that was killed
-        with writing(self.target.words):
-            shutil.rmtree(self._own, ignore_errors=True)  # of a disk that the main process lacks
-            self._own.mkdir(parents=True)
         try:
+            if self._world > 1 and self.target.is_joined:
+                require_shared_folder(self.target.scratch, NOT_THERE)
+            with writing(self.target.words):
+                # of an earlier prediction, on a disk that the main process lacks
+                shutil.rmtree(self._own, ignore_errors=True)
+                self._own.mkdir(parents=True)
             with self._writer:
                 yield
         finally:
             shutil.rmtree(self._own, ignore_errors=True)
             with contextlib.suppress(OSError):  # others still have files there
                 self.target.scratch.rmdir()
+
+    def _refuse_mirrors(self) -> None:
+        """Refuse a folder that each machine has for itself.
+
+        Raises:
+            ConfigError: it is so. On every rank.
+        """
+        if self._world == 1 or mirror_holding(self.target.path) is None:
+            return
+        machines = set(exchange(this_place(), site="machines"))
+        if len(machines) > 1:
+            raise ConfigError(OF_MIRRORS.format(self.target.words, len(machines)))
 
     @property
     def count(self) -> int:

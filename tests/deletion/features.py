@@ -215,12 +215,17 @@ TABLE = (
     Feature(
         "ddpkit/strategies/virtual_fsdp.py",
         r"(?i)virtual[_-]?fsdp",
-        tests=(*_ESTIMATES, "tests/ranks/test_virtual_fsdp.py"),
+        tests=(
+            *(*_ESTIMATES, "tests/ranks/test_virtual_fsdp.py"),
+            *("tests/ranks/test_hash_chain.py", "tests/parts/test_rank_audit.py"),
+        ),
     ),
     Feature(
         "ddpkit/strategies/virtual_zero1.py",
         r"(?i)virtual[_-]?zero1",
-        tests=(*_ESTIMATES, "tests/ranks/test_virtual_zero1.py"),
+        tests=(
+            *(*_ESTIMATES, "tests/ranks/test_virtual_zero1.py", "tests/ranks/test_hash_chain.py"),
+        ),
     ),
     Feature(
         "ddpkit/strategies/zero1.py",

@@ -14,7 +14,7 @@ from ddpkit.checkpointing import run_savers
 from ddpkit.checkpoints import Checkpointer, whole_state_dict
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import CheckpointError, ConfigError
-from ddpkit.run import shared_folder
+from ddpkit.run import prediction_files, shared_folder
 from tests.mirror.conftest import Dead, Trained, names_in, other_machine, points, sgd
 from tests.recipes import QUIET, Regression
 
@@ -31,6 +31,7 @@ def own_machine(folder):
         mock.patch.dict(os.environ, TMPDIR=str(disk)),
         mock.patch("tempfile.tempdir", None),
         mock.patch.object(shared_folder, "this_place", return_value=(f"node{rank}", "", "")),
+        mock.patch.object(prediction_files, "this_place", return_value=(f"node{rank}", "", "")),
     ):
         try:
             yield disk
@@ -177,3 +178,30 @@ def test_on_one_machine_the_files_of_all_ranks_go_up(ranks, tmp_path):
     assert ranks.run(start_on_one_machine, tmp_path) == [6, 6]
     kept = [name for name in names_in(f"file://{tmp_path}/store/run") if "/per_rank.ckpt/" in name]
     assert {name.rpartition("/")[2] for name in kept} == {"rank0", "rank1"}
+
+
+def predict_in_mirrors(folder, name):
+    with own_machine(folder):
+        checkpointer = Checkpointer(f"file://{folder}/store/run")
+        brain, _ = brain_of(checkpointer, Forward)
+        with pytest.raises(ConfigError) as caught:
+            brain.predict(points(8), output=checkpointer.checkpoints_dir / name)
+        return str(caught.value), brain.batches
+
+
+class Forward(Trained):
+    batches = 0
+
+    def compute_forward(self, batch, stage):
+        self.batches += 1
+        return super().compute_forward(batch, stage)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "part-*.jsonl"])
+def test_a_prediction_into_mirrors_of_several_machines_is_refused_before_its_first_batch(
+    ranks, tmp_path, name
+):
+    found = ranks.run(predict_in_mirrors, tmp_path, name)
+    assert {batches for _, batches in found} == {0}
+    for message, _ in found:
+        assert "each of the 2 machines has a folder of its own that mirrors the store" in message

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from ddpkit.brain import Brain
+from ddpkit.checkpointing import shard_writing
 from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import get_rank
 from ddpkit.errors import ConfigError, MissingExtraError
@@ -70,6 +71,24 @@ def predict_sizes(folder, ending, kwargs):
         paths += predict(numbered(size), folder / f"{size}{ending}", kwargs)
         paths += predict(numbered(size), folder / f"{size}" / f"*{ending}", kwargs)
     return paths
+
+
+def predict_on_own_disk(folder):
+    brain = make(Predicting, net=linear())
+    own = folder / f"disk{get_rank()}"
+    own.mkdir()
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(shard_writing, "VISIBLE_SECONDS", 0.2)
+    with monkeypatch.context(), pytest.raises(ConfigError) as caught:
+        brain.predict(numbered(5), output=own / "out.jsonl")
+    return str(caught.value), brain.step, sorted(path.name for path in own.iterdir())
+
+
+def test_one_file_on_disks_that_are_not_shared_is_refused_before_the_first_batch(ranks, tmp_path):
+    for message, step, left in ranks.run(predict_on_own_disk, tmp_path):
+        assert message.startswith("rank 1: ")
+        assert "give a path with *, by which each process keeps its own file" in message
+        assert (step, left) == (0, [])
 
 
 def by_length(size):

@@ -224,7 +224,8 @@ TABLE = (
         "ddpkit/strategies/virtual_zero1.py",
         r"(?i)virtual[_-]?zero1",
         tests=(
-            *(*_ESTIMATES, "tests/ranks/test_virtual_zero1.py", "tests/ranks/test_hash_chain.py"),
+            *(*_ESTIMATES, "tests/ranks/test_virtual_zero1.py"),
+            *("tests/ranks/test_hash_chain.py", "tests/ranks/test_rank_audit.py"),
         ),
     ),
     Feature(

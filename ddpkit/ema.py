@@ -26,7 +26,7 @@ from ddpkit.logger import get_logger
 from ddpkit.types import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["WeightAverage", "require_average"]
 
@@ -303,6 +303,20 @@ class WeightAverage:
                     state.update(dict.fromkeys(weight.names, self._averages[weight.names[0]]))
         return self._without_bases(state)
 
+    def saved_bytes(self, left_out: Iterable[torch.Tensor] = ()) -> int:
+        """Estimate the bytes of :meth:`state_dict` in a file, whole, also where each rank has a
+        part of the weights.
+
+        Args:
+            left_out: weights that a save leaves out.
+        """
+        tensors = {
+            id(tensor): tensor for tensor in (*self.modules.parameters(), *self.modules.buffers())
+        }
+        for tensor in left_out:
+            tensors.pop(id(tensor), None)
+        return sum(tensor.numel() * _saved_size(tensor) for tensor in tensors.values())
+
     def _without_bases(self, state: dict[str, Any]) -> dict[str, Any]:
         bases = self.tell_bases()
         left_out = {
@@ -395,6 +409,13 @@ def _can_be_averaged(weight: _Weight) -> bool:
         and not is_code(value)
         and (value.is_floating_point() or value.is_complex())
     )
+
+
+def _saved_size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a number of it in a saved average, where narrow ones are wider."""
+    is_averaged = tensor.requires_grad and tensor.is_floating_point()
+    size = tensor.element_size()
+    return max(size, torch.float32.itemsize) if is_averaged and size > 1 else size
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from ddpkit.brain import Brain
-from ddpkit.checkpointing import shard_writing
 from ddpkit.dataloader import make_dataloader
 from ddpkit.distributed import get_rank
 from ddpkit.errors import ConfigError, MissingExtraError
@@ -77,9 +76,7 @@ def predict_on_own_disk(folder):
     brain = make(Predicting, net=linear())
     own = folder / f"disk{get_rank()}"
     own.mkdir()
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(shard_writing, "VISIBLE_SECONDS", 0.2)
-    with monkeypatch.context(), pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         brain.predict(numbered(5), output=own / "out.jsonl")
     return str(caught.value), brain.step, sorted(path.name for path in own.iterdir())
 

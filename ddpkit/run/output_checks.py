@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ddpkit.ema import WeightAverage
 from ddpkit.errors import ConfigError
 from ddpkit.logger import format_order_of_magnitude, get_logger
 from ddpkit.mirror import mirror_holding
@@ -151,13 +150,13 @@ def folder_bytes(folder: Path) -> int:
 
 
 def state_bytes(objects: Iterable[Any], left_out: Iterable[torch.Tensor] = ()) -> int:
-    """Estimate the bytes of the states of modules, optimizers and averages of weights, whole, also
-    where each rank has a part of them.
+    """Estimate the bytes of the states of modules, optimizers, and what tells them itself, whole,
+    also where each rank has a part of them.
 
     Of an optimizer that has not stepped the state is guessed from its settings.
 
     Args:
-        objects: modules, optimizers, averages, and others, which do not count.
+        objects: modules, optimizers, and others, which count if they have ``saved_bytes``.
         left_out: tensors of modules that are not saved.
 
     Ranks: local; no tensor is gathered or copied.
@@ -169,7 +168,7 @@ def state_bytes(objects: Iterable[Any], left_out: Iterable[torch.Tensor] = ()) -
     """
     tensors: dict[int, int] = {}
     moments = 0
-    averages = 0
+    told = 0
     apart = list(left_out)
     for obj in objects:
         if isinstance(obj, nn.Module):
@@ -180,11 +179,11 @@ def state_bytes(objects: Iterable[Any], left_out: Iterable[torch.Tensor] = ()) -
             for group in obj.param_groups:
                 trained = [parameter for parameter in group["params"] if parameter.requires_grad]
                 moments += _moments(group) * sum(map(_bytes, trained))
-        elif isinstance(obj, WeightAverage):
-            averages += obj.saved_bytes(apart)
+        elif hasattr(obj, "saved_bytes"):
+            told += obj.saved_bytes(apart)
     for tensor in apart:
         tensors.pop(id(tensor), None)
-    return sum(tensors.values()) + moments + averages
+    return sum(tensors.values()) + moments + told
 
 
 def _bytes(tensor: torch.Tensor) -> int:

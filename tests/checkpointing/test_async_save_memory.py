@@ -177,6 +177,7 @@ def test_the_memory_is_used_again_until_the_sizes_change():
     assert memory._kept == []
 
 
+@pytest.mark.costly
 def test_no_room_is_a_memory_error_that_says_how_much_there_is(monkeypatch):
     monkeypatch.setattr(async_save, "available_bytes", lambda: 300 << 20)
     memory = SnapshotMemory()

@@ -80,6 +80,7 @@ def test_all_that_a_checkpoint_has_in_shards_is_recovered(tmp_path):
     assert_same(second.state(), first.state())
 
 
+@pytest.mark.costly
 def test_the_best_is_found_and_the_rest_deleted(tmp_path):
     trained = Trained(tmp_path)
     states = {}

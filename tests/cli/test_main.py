@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 import ddpkit
 from tests.house import run_tool
 
 
+@pytest.mark.costly
 def test_the_package_says_its_version_and_its_help():
     def run(*arguments):
         return run_tool("-m", "ddpkit", *arguments)

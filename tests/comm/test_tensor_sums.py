@@ -82,6 +82,7 @@ def trained_in_branches():
     return [one.tolist() for one in net.parameters()]
 
 
+@pytest.mark.costly
 def test_ranks_that_use_other_parameters_do_not_wait_for_each_other(ranks):
     """With many buckets, which become ready in another order on each rank, and statistics that are
     exchanged.

@@ -91,6 +91,7 @@ def test_a_run_continued_in_the_middle_of_an_epoch_is_the_uninterrupted_run(
         assert redone <= 3 + factor
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("every", [2, 5, 7])
 def test_checkpoints_in_the_middle_of_an_epoch_stand_at_window_ends(tmp_path, every):
@@ -125,6 +126,7 @@ def test_no_interval_no_checkpoint(tmp_path):
     assert not list(tmp_path.glob("CKPT*"))
 
 
+@pytest.mark.costly
 def test_a_checkpoint_that_a_recipe_makes_in_the_middle_of_an_epoch(tmp_path):
     """Not only the interval's own: the samples, the weights and the reported mean, the batch of the
     hook included.
@@ -144,6 +146,7 @@ def test_a_checkpoint_that_a_recipe_makes_in_the_middle_of_an_epoch(tmp_path):
     assert_same_losses(resumed.losses, whole.losses[2:])
 
 
+@pytest.mark.costly
 def test_a_checkpoint_that_a_recipe_makes_before_the_only_batch_of_an_epoch(tmp_path):
     """The batch before has the same number, in the epoch before: it is not this one, which is still
     to be done.
@@ -233,6 +236,7 @@ def ready_made_loop(data):
     return LoopedLoader(make_dataloader(data, batch_size=2, shuffle=True), 5)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("ready_made", [False, True])
 def test_a_nominal_epoch_is_continued_where_it_was(tmp_path, ready_made):
@@ -444,6 +448,7 @@ def test_an_average_that_is_no_longer_kept_is_named_and_a_scaler_and_a_loader_ar
     assert "kept with ema_decay" in text
 
 
+@pytest.mark.costly
 def test_what_a_later_call_of_fit_takes_up_is_not_named(tmp_path, caplog):
     """A script that makes its second optimizer between two calls, and was stopped in the second."""
 

@@ -125,6 +125,7 @@ def meta_of(folder):
     return yaml.safe_load(path.read_text())
 
 
+@pytest.mark.costly
 def test_a_larger_limit_goes_on_inside_of_the_epoch(tmp_path):
     whole = run(tmp_path / "whole")
     parts = []
@@ -224,6 +225,7 @@ def test_a_limit_inside_of_an_epoch_of_other_runs(tmp_path, options, limits):
     assert parts[-1].losses == whole.losses[len(whole.losses) - len(parts[-1].losses) :]
 
 
+@pytest.mark.costly
 def test_a_save_after_a_failure_goes_on_behind_the_last_step(tmp_path):
     whole = run(tmp_path / "whole", epochs=2)
     failed = run(tmp_path / "parts", epochs=2, fails_at=12, saves_after=True)

@@ -139,6 +139,7 @@ def test_weights_that_are_moved_as_an_epoch_begins_are_moved_once(tmp_path, dies
     assert_exact(tmp_path, lambda: points(20), dies_at, cls=MovesWeights, ckpt_interval_steps=2)
 
 
+@pytest.mark.costly
 def test_a_seed_of_torch_or_of_everything_decides(tmp_path, monkeypatch):
     first = run(tmp_path / "a", points(10))
     second = run(tmp_path / "b", points(10))

@@ -91,6 +91,7 @@ def test_what_was_frozen_in_an_earlier_epoch_is_frozen_after_a_restart(tmp_path,
     assert flags[0] == flags[1]
 
 
+@pytest.mark.costly
 def test_what_the_script_freezes_otherwise_from_the_start_counts(tmp_path):
     """Only what has changed since training began is taken from a checkpoint."""
     run(tmp_path, {}, dies_at=(3, 1))

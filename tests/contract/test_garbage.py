@@ -47,6 +47,7 @@ def fit():
     gc.callbacks[:] = before
 
 
+@pytest.mark.costly
 def test_all_garbage_is_collected_after_every_nth_optimizer_step_and_not_by_python(fit):
     brain = fit(gc_interval=3)
     assert (brain.collected, set(brain.automatic)) == ([3, 6, 9], {False})
@@ -64,6 +65,7 @@ def test_python_collects_again_after_a_run_that_failed(fit, monkeypatch):
     assert gc.isenabled()
 
 
+@pytest.mark.costly
 def test_a_script_that_switched_it_off_finds_it_off(fit):
     gc.disable()
     try:

@@ -127,6 +127,7 @@ def test_no_part_has_a_copy_of_what_a_recipe_replaces():
     replace_all("one device")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "world",
     ["ddp", *(pytest.param(one, marks=pytest.mark.slow) for one in [*WORLDS][2:])],

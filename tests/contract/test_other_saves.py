@@ -90,6 +90,7 @@ def metas(folder):
     ]
 
 
+@pytest.mark.costly
 def test_a_signal_asks_for_a_checkpoint_and_the_training_goes_on(tmp_path):
     plain = run(tmp_path / "plain")
     asked = run(tmp_path / "asked", signals_at=(2, 3))
@@ -350,6 +351,7 @@ def test_a_damaged_brain_file_without_a_manifest_is_named_with_what_to_do(tmp_pa
         run(tmp_path)
 
 
+@pytest.mark.costly
 def test_the_line_of_a_saved_checkpoint_names_its_epoch(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         run(tmp_path, saves=True, ckpt_interval_steps=7)

@@ -421,6 +421,7 @@ class Everything(Saving):
         )
 
 
+@pytest.mark.costly
 def test_the_page_lists_every_field_and_every_kind_of_event(tmp_path):
     begin(tmp_path / "out")
     logger = FileTrainLogger(tmp_path / "log.txt")

@@ -175,6 +175,7 @@ def test_the_note_of_a_stop_goes_to_the_folder_of_the_other_hparams(tmp_path):
 # -------------------------------------------------------------------- checkpointer, scaler, average
 
 
+@pytest.mark.costly
 def test_a_checkpointer_that_is_assigned_saves_the_whole_run(tmp_path):
     class Saves(Regression):
         dies = True

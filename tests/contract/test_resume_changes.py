@@ -185,6 +185,7 @@ def test_more_data_after_the_end_of_an_epoch_is_not_told(tmp_path, caplog):
     assert OTHER_DATA not in caplog.text
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2), (2, 8)])
 def test_a_stream_with_a_state_goes_on_in_the_data_with_another_batch_size(tmp_path, before, now):

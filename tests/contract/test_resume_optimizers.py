@@ -79,6 +79,7 @@ def test_an_own_subclass_with_the_same_settings_goes_on(tmp_path, caplog):
     assert BEGAN not in caplog.text
 
 
+@pytest.mark.costly
 def test_settings_that_have_no_effect_are_told_in_one_line(tmp_path, caplog):
     start(tmp_path, of(ADAMW), 1)
     group = start(tmp_path, of(ADAMW, weight_decay=0.9, betas=[0.9, 0.99], eps=1e-6), 2)
@@ -122,6 +123,7 @@ def test_what_a_schedule_and_a_recipe_change_is_no_change_of_the_script(
     assert BEGAN not in caplog.text
 
 
+@pytest.mark.costly
 def test_of_a_checkpoint_of_an_earlier_version_nothing_is_told(tmp_path, caplog):
     start(tmp_path, of(ADAMW), 1)
     (file,) = tmp_path.glob("CKPT+*/brain.ckpt")

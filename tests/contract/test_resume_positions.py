@@ -123,6 +123,7 @@ class Chooses(Learner):
             self.sampler.weights = torch.eye(len(DATA), dtype=torch.float64)[epoch]
 
 
+@pytest.mark.costly
 def test_what_a_sampler_draws_from_may_be_set_as_an_epoch_begins(tmp_path):
     Chooses.sampler = WeightedRandomSampler([1.0] * len(DATA), 8)
     *_, seen = train(tmp_path, {"sampler": Chooses.sampler, "batch_size": 4}, cls=Chooses)

@@ -244,6 +244,7 @@ def test_a_schedule_that_follows_the_loss_begins_anew_once(tmp_path, still):
     assert again.rates == whole.rates[8:]
 
 
+@pytest.mark.costly
 def test_without_the_option_all_comes_from_the_checkpoint_and_the_way_out_is_named(
     tmp_path, caplog
 ):

@@ -423,6 +423,7 @@ def test_a_save_that_says_too_early_that_an_epoch_has_ended_is_warned_of(
 BEFORE = ("TRAIN batch", 6, False)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     ("stops", "options"),

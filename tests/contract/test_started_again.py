@@ -56,6 +56,7 @@ def stopper(patience, epochs=9):
     return EpochCounterWithStopper(epochs, patience, 0, "min")
 
 
+@pytest.mark.costly
 def test_a_run_that_was_stopped_early_goes_on_with_more_patience(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
     assert run(tmp_path, counter := stopper(2)).result.reason == "early_stop"
@@ -86,6 +87,7 @@ def test_more_epochs_go_on_where_the_last_has_ended(tmp_path):
     assert [epoch for name, epoch, _ in more.losses if name == "TRAIN"] == [2, 3]
 
 
+@pytest.mark.costly
 def test_a_run_without_a_seed_goes_on_with_the_seed_of_its_checkpoint(tmp_path, caplog):
     """A process without a seed has another one each time it is started."""
     torch.manual_seed(11)

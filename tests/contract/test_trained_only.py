@@ -82,6 +82,7 @@ def test_a_checkpoint_holds_what_is_trained_and_the_buffers(tmp_path):
     assert set(state["__base__"]) == set(BASE)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [{"ema_decay": 0.5}, {"ckpt_async": False}])
 def test_a_run_that_goes_on_is_the_uninterrupted_one(tmp_path, options):
     whole = begin(tmp_path / "a", 2, trained_only=(), **options)
@@ -110,6 +111,7 @@ def test_another_base_is_refused_with_the_names_that_differ(tmp_path):
     assert isinstance(caught.value, ConfigError)
 
 
+@pytest.mark.costly
 def test_the_base_may_come_from_init_from_at_every_start(tmp_path, caplog):
     caplog.set_level("INFO", logger="ddpkit")
     torch.save({name: Adapted().state_dict()[name] for name in BASE}, tmp_path / "base.pt")
@@ -127,6 +129,7 @@ def test_the_base_may_come_from_init_from_at_every_start(tmp_path, caplog):
     )
 
 
+@pytest.mark.costly
 def test_the_base_may_be_in_a_checkpoint_that_the_run_has_moved_away(tmp_path):
     begin(tmp_path / "run", 1, trained_only=())
     (old,) = (tmp_path / "run").glob("CKPT+*")

@@ -180,6 +180,7 @@ def test_the_start_says_that_gradients_are_clipped_and_the_epoch_how_often(caplo
     assert [event.get("clipped_share") for event in stages] == [0.25, None, 0.25, None]
 
 
+@pytest.mark.costly
 def test_a_test_is_written_with_the_epoch_and_the_steps_of_its_weights(events, tmp_path):
     class Saving(Regression):
         def on_stage_end(self, stage, stage_loss, epoch=None):

@@ -63,6 +63,7 @@ def write_stderr_into(path, worker):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "context",

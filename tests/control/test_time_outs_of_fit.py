@@ -66,6 +66,7 @@ def fits():
     return str(caught.value), str(caught.value.__cause__)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_rank_that_has_not_come_is_named(ranks, world_size):
     main, *others = ranks.run(fits, world_size=world_size)

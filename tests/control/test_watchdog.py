@@ -658,6 +658,7 @@ def test_neighbours_are_met_when_they_come(clock, store):
 # ----------------------------------------------------------------------------------- standing still
 
 
+@pytest.mark.costly
 def test_a_standstill_is_told_once_and_after_twice_that_time_and_so_on(clock, store, caplog):
     one = Watched(store, 0)
     other = Watched(store, 1)

@@ -336,6 +336,7 @@ class Own(Stream):
     is_sharded = True
 
 
+@pytest.mark.costly
 def test_a_stream_that_says_so_is_left_alone():
     assert over(2, Own(4), batch_size=4, num_workers=2) == [[[0, 2], [1, 3]]] * 2
 

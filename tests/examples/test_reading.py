@@ -49,5 +49,6 @@ def test_a_sentence_of_the_pages_has_few_words_in_the_median(pages):
     assert median(length for page in pages for length in page.lengths) <= MOST_IN_THE_MEDIAN
 
 
+@pytest.mark.costly
 def test_no_page_has_a_riddle(pages):
     assert [f"{page.name}: {riddle}" for page in pages for riddle in page.riddles] == []

@@ -88,6 +88,7 @@ def test_two_ranks_train_as_the_process_itself_and_rank_0_returns_the_loss():
     assert worlds_alone == worlds == [1], "and change copies of it"
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 def test_a_rank_sees_what_was_made_before_and_torchruns_variables(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -154,6 +155,7 @@ def test_a_rank_that_fails_ends_the_others_and_its_traceback_is_raised():
     assert "forked_ranks.py" not in trace
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 def test_a_rank_that_fails_where_no_group_is_ends_one_that_only_sleeps():
     def fail():
@@ -218,6 +220,7 @@ def test_a_run_that_was_asked_to_stop_says_so():
     assert (caught.value.code, caught.value.cause) == (143, "SIGTERM")
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 def test_a_value_that_cannot_be_sent_is_named():
     with pytest.raises(RankFailedError, match=r"returned on rank 0 \(lock\)"):

@@ -63,6 +63,7 @@ def test_what_was_saved_is_complete_in_the_store_when_the_save_returns(store):
     assert fsspec.open(f"{store}/latest").open().read() == b"CKPT+one\n"
 
 
+@pytest.mark.costly
 def test_the_retention_holds_in_the_store_and_here(store):
     brain = train(store, 5, kind=KeepsTwo)
     here = {path.name for path in brain.checkpointer.checkpoints_dir.glob("CKPT*")}

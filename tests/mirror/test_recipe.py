@@ -96,6 +96,7 @@ def test_an_output_folder_of_a_disk_stays_as_it_is(recipe):
     assert "fsspec" not in overrides
 
 
+@pytest.mark.costly
 def test_all_of_the_output_folder_is_in_the_store_at_the_end(store, recipe):
     run(recipe, f"--output_folder={store}")
     other_machine()
@@ -161,6 +162,7 @@ def test_files_stand_in_the_store_before_the_checkpoint_that_counts_them(
     assert tables[0] < manifests[0]
 
 
+@pytest.mark.costly
 def test_with_never_the_logs_of_an_earlier_run_are_moved_aside_in_the_store(store, recipe):
     run(recipe, f"--output_folder={store}", epochs=1)
     other_machine()

@@ -194,6 +194,7 @@ def start(url, then="time.sleep(600)"):
     return process
 
 
+@pytest.mark.costly
 def test_another_process_keeps_it_out_until_it_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(lock_module, "LEASE_SECONDS", 600.0)
     waits = lambda *_: pytest.fail("it waits for a process that is known to be gone")

@@ -453,6 +453,7 @@ def check(ranks):
 # ----------------------------------------------------------------------------------------- it holds
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("kind", ["plain", "batch norm", "layer norm", "spectral norm"])
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1), (2, 3), (3, 2)])
@@ -492,6 +493,7 @@ def test_options(check, options):
     assert check(kind="batch norm", world_size=3, **options).holds
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "data",
@@ -502,6 +504,7 @@ def test_all_ways_of_giving_data(check, data):
     assert report.holds, report
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("cls", [TokenSum, Shrinking, Adversarial, Checkpointed, Partly])
 def test_recipes_that_hold(check, cls):
@@ -509,6 +512,7 @@ def test_recipes_that_hold(check, cls):
     assert report.holds, report
 
 
+@pytest.mark.costly
 def test_padding_that_only_the_loss_masks_holds_without_a_batch_norm(check):
     report = check(PaddedFrames, samples=21)
     assert report.holds, report
@@ -575,6 +579,7 @@ CAUSES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize(("cls", "cause", "words"), CAUSES)
@@ -615,6 +620,7 @@ def test_a_cause_is_named_with_more_ranks_than_parameters(check, cls, cause):
     assert check(cls, "line", world_size=5).kind == cause
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     ("cls", "kind", "data", "cause", "words"),
@@ -666,6 +672,7 @@ def test_other_causes_are_named(check, cls, kind, data, cause, words):
     assert re.search(words, report.cause), report
 
 
+@pytest.mark.costly
 def test_what_an_optimizer_has_and_no_module_is_averaged_too(check):
     report = check(Outside)
     assert report.holds, report
@@ -683,16 +690,19 @@ def test_a_cause_is_named_under_fsdp(check, cls):
     assert report.kind == check(cls).kind == "loss", report
 
 
+@pytest.mark.costly
 def test_a_batch_norm_that_the_run_does_not_synchronise_is_named(check):
     report = check(kind="batch norm", sync_batchnorm=False)
     assert report.kind == "batch norm", report
     assert "net.1 (BatchNorm1d)" in report.cause
 
 
+@pytest.mark.costly
 def test_what_the_users_batches_hold_together_is_the_same_everywhere(check):
     assert check(Contrastive, data="own batches").holds
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     ("cls", "kind", "cause"),
@@ -726,6 +736,7 @@ RIGHT += [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("kind", ["plain", "spectral norm"])
 @pytest.mark.parametrize("own", RIGHT)
@@ -743,6 +754,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("own", WRONG)
 def test_a_double_correction_is_told(check, own):
@@ -753,6 +765,7 @@ def test_a_double_correction_is_told(check, own):
     assert "have the same gradients now, but the training is not right" in str(report)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "own",
@@ -785,6 +798,7 @@ def test_a_sum_in_an_old_fit_batch_is_a_sum(check, samples, factor):
     assert check(OldSum, samples=samples, grad_accumulation_factor=factor).kind == "loss"
 
 
+@pytest.mark.costly
 def test_micro_batches_without_a_finite_gradient_tell_nothing_of_their_weights(check):
     assert check(OldMasked, world_size=3, grad_accumulation_factor=2).kind == "not finite"
 
@@ -808,6 +822,7 @@ class WarmsUp(Regression):
         return torch.zeros(())
 
 
+@pytest.mark.costly
 def test_a_loss_that_changes_with_the_step_is_no_double_correction(check):
     report = check(WarmsUp, samples=32, grad_accumulation_factor=2)
     assert report.holds, report

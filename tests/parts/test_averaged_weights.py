@@ -116,6 +116,7 @@ def test_a_moving_average_that_begins_late():
     torch.testing.assert_close(averaged(brain), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.costly
 def test_the_option_and_the_part_save_the_same_bytes(tmp_path):
     fit(make(folder=tmp_path / "option", ema_decay=0.9, evaluate_ema=True))
     fit(make(AveragedWeights(decay=0.9), folder=tmp_path / "part"))

@@ -167,6 +167,7 @@ def synced():
     return [line for line in part.told if "on_sync" in line]
 
 
+@pytest.mark.costly
 def test_a_sync_is_heard_at_the_same_step_on_every_rank(ranks):
     first, second = ranks.run(synced, world_size=2)
     assert first == second != []
@@ -470,6 +471,7 @@ def failing(event, rank):
     return type(caught.value).__name__, str(caught.value)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "event",
     [
@@ -524,6 +526,7 @@ def stopped(rank=None):
     return brain.fit(range(1, 5), DATA, VALID).reason, [line[:2] for line in brain.losses]
 
 
+@pytest.mark.costly
 def test_a_training_is_stopped_after_the_epoch_and_its_validation(ranks):
     expected = (
         "early_stop",
@@ -533,6 +536,7 @@ def test_a_training_is_stopped_after_the_epoch_and_its_validation(ranks):
     assert ranks.run(stopped, world_size=2) == [expected] * 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_stop_where_one_has_asked(ranks, rank):
     assert [found[0] for found in ranks.run(stopped, rank, world_size=2)] == ["early_stop"] * 2

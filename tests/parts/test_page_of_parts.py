@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ddpkit.epoch_loop import EpochCounter
 from tests.recipes import Regression, make, points
 
@@ -47,6 +49,7 @@ def test_a_training_that_the_part_of_the_page_has_stopped_stays_so_after_a_resta
     assert [steps for _, steps in again] == [STEPS, 2 * STEPS]
 
 
+@pytest.mark.costly
 def test_a_training_whose_gradients_are_long_goes_on(tmp_path):
     stops = part_of_page()
     assert fit_twice(tmp_path, stops(limit=0.0)) == [("epochs", 3 * STEPS), ("epochs", 5 * STEPS)]

@@ -323,6 +323,7 @@ def failed_inside():
     return brain.progress.is_between_steps
 
 
+@pytest.mark.costly
 def test_a_failure_inside_of_a_validation_is_told_where_it_was(ranks):
     first, second = ranks.run(failed_inside, world_size=2)
     assert "rank 1" in first
@@ -341,6 +342,7 @@ def asked_differently():
     return str(caught.value)
 
 
+@pytest.mark.costly
 def test_ranks_that_answer_differently_are_told(ranks):
     for words in ranks.run(asked_differently, world_size=2):
         assert "is_validation_due was answered differently" in words

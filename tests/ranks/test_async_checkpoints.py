@@ -441,5 +441,6 @@ def saved_files_are_whole(folder):
     return [(ckpt.meta["n"], verify(ckpt.path)) for ckpt in checkpointer.find_checkpoints()]
 
 
+@pytest.mark.costly
 def test_saves_in_a_row_leave_whole_checkpoints_and_apply_the_retention(ranks, tmp_path):
     assert ranks.run(saved_files_are_whole, tmp_path) == [[(4, []), (3, [])]] * 2

@@ -628,6 +628,7 @@ class OwnSum(Regression):
         return super().compute_forward(batch, stage)
 
 
+@pytest.mark.costly
 def test_a_recipe_that_sends_something_itself_ends_with_an_error(ranks):
     for outcome in ranks.outcomes(train, OwnSum, world_size=2):
         assert outcome.error_type == "RankMismatchError"

@@ -156,6 +156,7 @@ def train_whole_batches(number, factor):
     return weights(brain), brain.losses, len(brain.trained_on)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("number", "world"), [(4, 2), (5, 2), (4, 3)])
 def test_whole_batches_are_dealt_out_and_a_repeated_one_weighs_nothing(ranks, number, world):
@@ -292,6 +293,7 @@ def reach():
     return True
 
 
+@pytest.mark.costly
 def test_attributes_are_reached_through_the_wrapper(ranks):
     assert ranks.run(reach) == [True, True]
 
@@ -311,6 +313,7 @@ def train_heads():
     return weights(brain)
 
 
+@pytest.mark.costly
 def test_a_list_of_modules_is_a_list_through_the_wrapper(ranks):
     expected = train_heads()
     for found in ranks.run(train_heads):
@@ -343,6 +346,7 @@ def train_with_teacher():
     }
 
 
+@pytest.mark.costly
 def test_what_is_not_trained_is_not_wrapped_and_the_same_everywhere(ranks):
     (kinds, first), (_, second) = ranks.run(train_with_teacher)
     assert kinds == {"net": True, "teacher": False, "act": False}
@@ -503,6 +507,7 @@ def no_sync_under_exceptions():
     return weights(brain)
 
 
+@pytest.mark.costly
 def test_no_sync_is_left_clean_by_an_exception(ranks):
     first, second = ranks.run(no_sync_under_exceptions)
     assert_close(second, first)
@@ -652,6 +657,7 @@ def train_poisoned(bad_steps, factor, cls_name="default"):
     return weights(brain), brain.nonfinite_count, brain.optimizer_step, brain.losses, message
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("cls_name", ["default", "own"])
 @pytest.mark.parametrize("factor", [1, 2])
@@ -664,6 +670,7 @@ def test_nan_on_one_rank_is_skipped_by_all(ranks, factor, cls_name):
     assert all(torch.isfinite(value).all() for value in first[0].values())
 
 
+@pytest.mark.costly
 def test_all_ranks_give_up_together(ranks):
     first, second = ranks.run(train_poisoned, (1, 2, 4, 5, 6), 1)
     assert "epoch 1, batch 5, after optimizer step 1" in first[4]
@@ -947,6 +954,7 @@ def too_few(kind):
     train_on_stream(kind, 1, 1)
 
 
+@pytest.mark.costly
 def test_a_stream_too_short_for_the_ranks_ends_all_of_them(ranks):
     with pytest.raises(RankPoolError) as caught:
         ranks.run(too_few, "ShardableStream", timeout=100)
@@ -955,6 +963,7 @@ def test_a_stream_too_short_for_the_ranks_ends_all_of_them(ranks):
         assert "a first batch to 1 of 2 rank(s) only" in outcome.error
 
 
+@pytest.mark.costly
 def test_a_stream_of_fewer_items_than_ranks_is_dealt_out_like_a_dataset(ranks):
     losses, expected = sample_losses(1, 1, 2)
     for _, steps, reported, found in ranks.run(train_on_stream, "Stream", 1, 1):
@@ -990,6 +999,7 @@ def train_on_divided_loader():
     return positions(train_set, None)
 
 
+@pytest.mark.costly
 def test_a_loader_that_its_maker_has_divided_is_told_the_epoch(ranks):
     results = ranks.run(train_on_divided_loader)
     for epoch in range(2):
@@ -1097,6 +1107,7 @@ def without_hparams():
     return vars(brain.hparams)
 
 
+@pytest.mark.costly
 def test_no_hparams_on_any_rank(ranks):
     assert ranks.run(without_hparams) == [{}, {}]
 
@@ -1126,6 +1137,7 @@ def limited(limit, factor):
     return brain.optimizer_step, len(brain.trained_on), [entry[:2] for entry in brain.losses]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("limit", "factor", "batches"), [(3, 1, 3), (7, 1, 7), (2, 3, 5)])
 def test_the_step_limit_is_the_same_on_all_ranks(ranks, limit, factor, batches):

@@ -129,6 +129,7 @@ def seen_with_local_steps():
     return looks.seen
 
 
+@pytest.mark.costly
 def test_ranks_that_step_alone_differ_where_only_buffers_have_moved(ranks):
     of_main, of_other = ranks.run(seen_with_local_steps, world_size=2)
     assert of_main
@@ -263,6 +264,7 @@ def taught_in_turns(options):
     return getattr(weight, "full_tensor", lambda: weight)().tolist()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"strategy": "fsdp"}, marks=pytest.mark.slow)], ids=str
 )

@@ -122,6 +122,7 @@ def one_sided(folder):
     return found, [ckpt.meta["n"] for ckpt in checkpointer.find_checkpoints(max_key="n")]
 
 
+@pytest.mark.costly
 def test_calls_of_main_alone_hang_nobody_and_mix_up_nothing(ranks, tmp_path):
     assert ranks.run(one_sided, tmp_path) == [(2, [10, 9, 2])] * 2
 
@@ -403,6 +404,7 @@ def resume_on_own_disks(folder, converts):
     return model.weight.tolist(), text.text
 
 
+@pytest.mark.costly
 def test_nodes_that_do_not_share_the_folder_get_its_files_from_rank_0(ranks, tmp_path):
     assert (
         ranks.run(resume_on_own_disks, tmp_path / "a", True)

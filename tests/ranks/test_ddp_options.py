@@ -308,6 +308,7 @@ def test_unused_parameters_are_named_before_a_step_is_made_with_gradients_that_a
         assert "give --find_unused_parameters" in text
 
 
+@pytest.mark.costly
 def test_a_static_graph_leaves_out_what_every_step_leaves_out(ranks):
     for text in ranks.run(outcome, train_unused, Regression, {"static_graph": True}, world_size=2):
         assert text is None, text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 
 from ddpkit.distributed import if_main_process
@@ -22,6 +23,7 @@ def plain_epochs():
     return list(EpochCounter(2))
 
 
+@pytest.mark.costly
 def test_main_s_metric_decides_on_every_rank(ranks):
     main = [3, 2, 2, 2, 1, 0]
     other = [6, 5, 4, 3, 2, 1]

@@ -316,6 +316,7 @@ def gathered(fails=False):
     ]
 
 
+@pytest.mark.costly
 def test_the_states_of_all_ranks_reach_the_main_process_and_no_other(ranks):
     assert ranks.run(gathered, world_size=3) == [
         [(0, 0.0), (1, 1000.0), (2, 2000.0)],

@@ -972,6 +972,7 @@ class GathersAlone(Classifier):
         run_on_main(lambda: whole_state_dict(self.modules.net))
 
 
+@pytest.mark.costly
 def test_whole_states_for_the_main_process_alone_are_an_error(ranks):
     for message in ranks.run(
         message_of,
@@ -1019,6 +1020,7 @@ def evaluate_sharded(folder=None, *, predicts=False, **options):
         return str(problem)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     "options",

@@ -437,6 +437,7 @@ def test_a_stream_comes_in_its_own_order_or_rank_by_rank(ranks, shard):
             assert found == ([*whole[::2], *whole[1::2]] if shard else whole)
 
 
+@pytest.mark.costly
 def test_a_stream_that_workers_read_comes_in_its_own_order(ranks):
     for found in ranks.run(evaluate_stream, 11, True, False, 2):
         assert found == [f"id{index}" for index in range(11)]
@@ -488,6 +489,7 @@ def train_on_stream(size, divides=False, batch_size=2):
     ]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("size", [8, pytest.param(9, marks=pytest.mark.slow), 13])
 def test_a_stream_in_training_comes_in_its_own_order_without_what_was_repeated(ranks, size):
@@ -545,6 +547,7 @@ def objects(sizes):
     return [(one[0].shape[0], float(one[0].sum()), one[1]["rank"], len(one[2])) for one in whole]
 
 
+@pytest.mark.costly
 def test_objects_of_any_size(ranks):
     sizes = [0, 3_000_000, 5]
     for found in ranks.run(objects, sizes, world_size=3):

@@ -114,6 +114,7 @@ def test_weights_that_are_set_free_in_the_middle_of_an_epoch(ranks, options, is_
     assert_equals_one_process(ranks, Thaws, 2, options, is_own)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("is_own", [False, True])
@@ -127,6 +128,7 @@ def test_what_the_last_batch_of_a_step_does_not_use(ranks, world_size, is_own):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("is_own", [False, True])
@@ -188,6 +190,7 @@ class InTwoOptimizers(own(Auxiliary)):
         return loss.detach()
 
 
+@pytest.mark.costly
 def test_an_entry_of_two_optimizers_that_step_one_after_the_other(ranks):
     assert_equals_one_process(ranks, InTwoOptimizers, 2, {})
 
@@ -227,6 +230,7 @@ def take_turns(world_size, factor, options):
     return torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("factor", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
@@ -318,6 +322,7 @@ def grow(at, options):
     return torch.cat([whole(one) for one in brain.raw_modules.parameters()]).tolist()
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"strategy": "zero1"}], ids=str)

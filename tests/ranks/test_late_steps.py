@@ -69,6 +69,7 @@ class LookingOnMain(Looking):
         return if_main_process()
 
 
+@pytest.mark.costly
 def test_ranks_give_up_alike_where_one_of_them_looks(ranks):
     words = ranks.run(give_up, world_size=2)
     assert words[0] == words[1]

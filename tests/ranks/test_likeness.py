@@ -151,6 +151,7 @@ def test_a_stream_that_divides_itself_is_told(ranks, stage, num_workers):
         assert RANDOM in found
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_that_says_that_it_divides_itself_is_left_as_it_is(ranks, num_workers):
@@ -168,6 +169,7 @@ def test_a_stream_that_is_random_or_short_is_told_too(ranks, kind, world):
         assert RANDOM in found
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("stage", ["fit", "evaluate"])
 @pytest.mark.parametrize(
@@ -313,6 +315,7 @@ def train_on_own_loader():
     return train_on_plain(data)
 
 
+@pytest.mark.costly
 def test_a_loader_of_each_ranks_own_files_may_say_so(ranks):
     first, second = ranks.run(train_on_own_loader, world_size=2)
     assert sorted(first) == list(range(SIZE))

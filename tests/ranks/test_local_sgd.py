@@ -324,6 +324,7 @@ def saved_between(folder):
     return len(list(folder.glob("CKPT*")))
 
 
+@pytest.mark.costly
 def test_nothing_is_saved_while_the_weights_are_not_the_same(ranks, tmp_path):
     assert ranks.run(saved_between, tmp_path, world_size=2) == [0, 0]
 
@@ -369,6 +370,7 @@ def poisoned(steps):
     return brain.counts, everything(brain)
 
 
+@pytest.mark.costly
 def test_a_rank_whose_gradients_are_not_finite_steps_with_zeros_and_all_count_alike(ranks):
     (counts, first), (counts_there, second) = ranks.run(poisoned, (0, 4), world_size=2)
     assert counts == counts_there
@@ -378,6 +380,7 @@ def test_a_rank_whose_gradients_are_not_finite_steps_with_zeros_and_all_count_al
     assert all(one.isfinite().all() for one in first)
 
 
+@pytest.mark.costly
 def test_too_many_such_steps_end_all_ranks_at_the_same_average(ranks):
     first, second = ranks.run(poisoned, range(8), world_size=2)
     assert first == second
@@ -427,6 +430,7 @@ def mean_of_an_untrained_entry():
     return brain.modules.front.mean
 
 
+@pytest.mark.costly
 def test_buffers_of_an_entry_without_parameters_are_averaged_too(ranks):
     first, second = ranks.run(mean_of_an_untrained_entry, world_size=2)
     assert same([first], [second])

@@ -95,6 +95,7 @@ def close(logged):
     return {stage: pytest.approx(values, rel=1e-12) for stage, values in logged.items()}
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("world", "shard"), [(2, False), (2, True), (3, True)])
 def test_the_values_are_those_of_the_whole_set(ranks, world, shard):
@@ -170,6 +171,7 @@ def steps_written(folder):
     )
 
 
+@pytest.mark.costly
 def test_steps_are_means_over_the_ranks(ranks, tmp_path):
     lines = [json.loads(line) for line in ranks.run(steps_written, str(tmp_path))[0]]
     steps = [line for line in lines if line["event"] == "step"]

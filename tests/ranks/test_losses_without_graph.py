@@ -248,6 +248,7 @@ def refused(cls, options):
     return str(caught.value)
 
 
+@pytest.mark.costly
 def test_a_static_graph_has_no_such_batch(ranks):
     outcomes = ranks.outcomes(
         train,

@@ -437,6 +437,7 @@ def count_while_training(size, shard, resets=True):
     return brain.told if resets else brain.seen_here.compute()
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 10])

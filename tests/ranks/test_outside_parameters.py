@@ -112,11 +112,13 @@ def test_other_ones_on_another_rank_are_an_error_at_once(ranks, strategy):
         ranks.run(train, {"kind": OnOneRank, "strategy": strategy})
 
 
+@pytest.mark.costly
 def test_a_rank_that_does_not_use_it_gets_the_others_gradient(ranks):
     found = ranks.run(train, {"unused_on": 1})
     assert found[0] == found[1]
 
 
+@pytest.mark.costly
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks):
     found = ranks.run(train, {"infinite_on": 1})
     assert found[0] == found[1]

@@ -113,6 +113,7 @@ def train(name, number, joined, factor, streams=False, normalised=False):
 SIZES = [(13, 2), (13, 3), (11, 3), (5, 1)]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("number", "factor"), SIZES)
 @pytest.mark.parametrize("name", ["OneLoss", "TwoLosses", "Tokens", "Gan"])
@@ -504,6 +505,7 @@ class ExplodesByDefault(Explodes):
 RECIPES |= {cls.__name__: cls for cls in (Explodes, ExplodesByDefault)}
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("name", ["Explodes", "ExplodesByDefault"])
 def test_a_repeated_batch_whose_loss_is_infinite_spoils_no_gradient(ranks, name):
@@ -520,6 +522,7 @@ def train_half(joined):
     return weights(brain), brain.optimizer_step, run_of(brain).train_step.sum_divisor
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_divide_sums_by_the_same_power_of_two(ranks, world):

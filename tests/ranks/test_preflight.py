@@ -489,6 +489,7 @@ def test_no_size_is_said_to_keep_a_training_that_depends_on_the_number_of_proces
     assert ranks.run(advice_of_local_sgd) == ["", ""]
 
 
+@pytest.mark.costly
 def test_what_keeps_the_training_of_one_process_is_said_and_true(ranks):
     (advice, said, found), _ = ranks.run(train_as_advised)
     assert advice == (

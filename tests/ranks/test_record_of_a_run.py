@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
 import torch.distributed as dist
 
 from ddpkit.train_logger import set_run_log
@@ -20,6 +21,7 @@ def train(folder):
     return os.getpid()
 
 
+@pytest.mark.costly
 def test_the_main_process_alone_writes_and_names_where_every_rank_runs(ranks, tmp_path):
     ranks.run(train, tmp_path)
     assert [path.name for path in tmp_path.glob("*.jsonl")] == ["rank0.jsonl"]

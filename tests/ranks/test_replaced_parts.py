@@ -95,6 +95,7 @@ def assign_a_strategy():
     return train(brain)
 
 
+@pytest.mark.costly
 def test_another_strategy_is_refused_and_the_run_goes_on_alike(ranks):
     first, second = ranks.run(assign_a_strategy, world_size=2)
     assert first == second

@@ -146,6 +146,7 @@ def test_a_sampler_is_dealt_out_as_it_draws(ranks, kind, world):
     assert drawn_alone(kind, 4, 2) != drawn_alone(kind, 5, 1)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", BATCH_SAMPLERS)
@@ -193,6 +194,7 @@ def test_without_a_seed_of_its_own_a_sampler_follows_the_experiment(ranks):
 # ---------------------------------------------------------------------------------------- drop_last
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", ["random", "weighted", "dynamic", "of batches"])
@@ -240,6 +242,7 @@ def fit_sorted_data(sorting):
     return brain.noted, None
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_sorting_decides_where_there_is_no_sampler(ranks, world):
@@ -362,6 +365,7 @@ def share_through_arguments(kind):
     return found[0], brain.noted[1], ready.noted[1]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("kind", ["plain", "sampler", "batch_sampler", "whole batches"])
@@ -381,6 +385,7 @@ def fit_concat_of_datasets():
     return brain.noted, None
 
 
+@pytest.mark.costly
 def test_concat_batches_hold_some_of_every_part(ranks):
     for noted, _ in ranks.run(fit_concat_of_datasets):
         for batch in flat(noted.values()):

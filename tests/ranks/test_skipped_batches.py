@@ -61,6 +61,7 @@ def test_fsdp_trains_as_one_process(ranks):
     assert_equals_one_process(ranks, Skipping, 2, {"strategy": "fsdp"}, per_step=4)
 
 
+@pytest.mark.costly
 def test_a_short_pass_that_begins_without_a_call_on_one_rank(ranks):
     """DDP waits for all ranks in the first call of the second step, which is in the next pass."""
     given = {"per_step": 8, "number": 6, "without": frozenset({0, 2})}

@@ -87,6 +87,7 @@ def test_a_late_rank_whatever_averages_the_gradients(ranks, phase, way, tmp_path
     assert excess[phase] > 0.7 * SECONDS * (1 if phase in {"data", "optimizer"} else times), event
 
 
+@pytest.mark.costly
 def test_a_run_of_a_few_steps_has_an_event_of_all_ranks(ranks, tmp_path):
     log = tmp_path / "few.jsonl"
     ranks.run(

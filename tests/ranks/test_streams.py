@@ -126,6 +126,7 @@ def make_with_heads(**given):
     return make(net=Trunk(), opt=adam, find_unused_parameters=dist.is_initialized(), **given)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(
     ("how", "num_workers"),
@@ -347,6 +348,7 @@ def check_uneven(ranks, sizes, batch_size, factor, how="stream"):
     assert seen == Counter(2 * list(range(sum(sizes)))), "every item once an epoch"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("factor", [1, 3])
 def test_ranks_with_three_and_four_batches(ranks, factor):
     """Rank 1's fourth batch is not averaged with rank 0's first of the next epoch, and nobody
@@ -401,6 +403,7 @@ def train_files(num_workers):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("world", "num_workers"), [(2, 0), (3, 1), (2, 2)])
 def test_files_are_shared_out_or_counted(ranks, world, num_workers):
@@ -475,6 +478,7 @@ def train_looped():
     return [item for batch in seen_in(data, brain.trained_on) for item in batch]
 
 
+@pytest.mark.costly
 def test_a_looped_loader_of_ones_own_is_dealt_out(ranks):
     """And one that comes in an order of its own is not asked to be sorted."""
     parts = ranks.run(train_looped, world_size=2)

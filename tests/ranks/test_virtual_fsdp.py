@@ -279,6 +279,7 @@ def test_what_would_have_other_bits_is_refused_by_name(ranks, name):
         assert REFUSED[name][1] in message
 
 
+@pytest.mark.costly
 def test_a_backward_pass_past_the_brain_is_refused_before_its_gradients_are_added(ranks):
     for message in ranks.run(refused, "fit_batch called"):
         assert "a backward pass was made past the Brain" in message

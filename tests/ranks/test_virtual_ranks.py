@@ -600,6 +600,7 @@ def train_with_complex_buffers():
     return head.state.tolist(), head.table.tolist()
 
 
+@pytest.mark.costly
 def test_complex_buffers_keep_what_is_imaginary(ranks):
     state, table = train_with_complex_buffers()
     assert all(one.imag for one in state)

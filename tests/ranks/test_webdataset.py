@@ -94,6 +94,7 @@ def train_on_one_shard(urls):
     return str(caught.value)
 
 
+@pytest.mark.costly
 def test_fewer_shards_than_processes_are_told(ranks, shards):
     assert all(
         "fewer shards than workers" in text
@@ -107,6 +108,7 @@ def evaluate(urls, shard_evaluation):
     return loss, brain.seen
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shard_evaluation", [False, True])
 def test_a_pipeline_is_evaluated_divided(ranks, shards, shard_evaluation):
     torch.manual_seed(0)

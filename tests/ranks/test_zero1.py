@@ -445,6 +445,7 @@ def refused(name):
     return str(caught.value)
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_cannot_be_divided_are_refused(ranks, name):

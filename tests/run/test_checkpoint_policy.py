@@ -105,6 +105,7 @@ def scores_in(checkpointer):
     return sorted(each.meta["score"] for each in checkpointer.list_checkpoints())
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("partly", [False, True])
 def test_what_a_process_saves_that_only_evaluates_does_not_disturb_the_training(tmp_path, partly):

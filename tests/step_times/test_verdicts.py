@@ -124,6 +124,7 @@ def test_a_rank_that_another_follows_is_said_again():
     assert subjects(verdicts_of(run.seconds(20), finder)) == [("late_rank", 3, "data")]
 
 
+@pytest.mark.costly
 def test_of_many_late_ranks_the_first_are_enough():
     finder = VerdictFinder()
     run = Run(24, windows=2)

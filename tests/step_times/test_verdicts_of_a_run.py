@@ -30,6 +30,7 @@ def test_a_training_in_which_nothing_stood_out_says_so_at_its_end(caplog, monkey
     assert [record.getMessage() for record in caplog.records].count("No verdict.") == 1
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize(("measured", "said"), [("all", 1), ("off", 0)])
 def test_a_verdict_goes_to_both_logs(measured, said, tmp_path, caplog, monkeypatch):

@@ -34,6 +34,7 @@ def count_averages(kind):
     return averaging.call_count, [one.tolist() for one in brain.raw_modules.parameters()]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["sparse", pytest.param("dense", marks=pytest.mark.slow)])
 def test_what_ddp_has_averaged_is_not_averaged_once_more(ranks, kind):
     (calls, first), (_, second) = ranks.run(count_averages, kind)

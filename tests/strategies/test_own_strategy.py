@@ -142,6 +142,7 @@ class Remembers(Strategy):
         self.windows = state.get("windows", 0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dies_at", [(1, 3), (2, 1)])
 def test_what_a_strategy_keeps_is_saved_and_goes_on(tmp_path, dies_at):
     def train(at, strategy):
@@ -167,6 +168,7 @@ def averaged(shape):
     return [*numbers.tolist(), steps.item()]
 
 
+@pytest.mark.costly
 def test_averages_are_compared_before_they_are_made(ranks):
     assert ranks.run(averaged, [(2,), (2,)]) == [[0.5, 0.5, 3]] * 2
     for words in ranks.run(averaged, [(2,), (3,)]):

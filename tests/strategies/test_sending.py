@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 from torch import distributed as dist, nn
 
@@ -41,6 +42,7 @@ def sent(message_bytes):
     return [tensor.resolve_conj().resolve_neg() for tensor in tensors], messages.call_count
 
 
+@pytest.mark.costly
 def test_tensors_of_all_kinds_travel_in_few_messages(ranks):
     wanted = tensors_of(0)
     for size, count in ((1 << 20, 1), (200, 3)):

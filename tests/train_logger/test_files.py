@@ -121,6 +121,7 @@ def test_a_row_that_is_logged_after_the_save_of_its_epoch_stays(tmp_path):
         assert steps == {"train": ENDS, "valid": ENDS}
 
 
+@pytest.mark.costly
 def test_a_test_of_the_checkpoint_stays_where_training_goes_on(tmp_path):
     train(tmp_path, loggers_in(tmp_path), epochs=2, save_every=STEPS, is_tested=True)
     tested = [found.pop("test") for found in shown_in(tmp_path)]
@@ -133,6 +134,7 @@ def test_a_test_of_the_checkpoint_stays_where_training_goes_on(tmp_path):
         assert [step for step, _ in found["train"]] == ENDS
 
 
+@pytest.mark.costly
 def test_an_older_checkpoint_replaces_what_came_after_it_and_nothing_else(tmp_path):
     (tmp_path / "log.csv").write_text("epoch,optimizer_step,train_loss\n9,99,1.5\n")
     how = {"recipe": SavesFirst, "save_every": 0}
@@ -146,6 +148,7 @@ def test_an_older_checkpoint_replaces_what_came_after_it_and_nothing_else(tmp_pa
     assert [line["optimizer_step"] for line in lines_of(tmp_path / "log.jsonl")] == ENDS
 
 
+@pytest.mark.costly
 def test_a_table_that_the_checkpoint_has_not_seen_loses_later_steps_alone(tmp_path):
     train(tmp_path, loggers_in(tmp_path), KILLED, save_every=STEPS)
     table = "epoch,optimizer_step,train_loss\n7,4,0.5\n7,8,0.5\n7,12,0.5\n"
@@ -176,6 +179,7 @@ def test_a_table_without_rows_keeps_its_names(tmp_path):
     assert rows_of(tmp_path / "log.csv") == [{"epoch": "1", "train_error": "0.5"}]
 
 
+@pytest.mark.costly
 def test_a_line_that_a_kill_has_torn_after_the_checkpoint_is_taken_out(tmp_path):
     train(tmp_path, loggers_in(tmp_path), KILLED, save_every=STEPS)
     with (tmp_path / "log.jsonl").open("a") as file:
@@ -475,6 +479,7 @@ def test_a_row_comes_on_a_line_of_its_own(tmp_path):
     assert path.read_text() == "epoch,train_loss\n9,1.5\n1,0.5\n"
 
 
+@pytest.mark.costly
 def test_a_row_that_a_crash_has_torn_after_the_checkpoint_is_taken_out(tmp_path):
     train(tmp_path, loggers_in(tmp_path), KILLED, save_every=STEPS)
     with (tmp_path / "log.csv").open("a") as file:
@@ -483,6 +488,7 @@ def test_a_row_that_a_crash_has_torn_after_the_checkpoint_is_taken_out(tmp_path)
     assert all(row["optimizer_step"] for row in rows_of(tmp_path / "log.csv"))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("last", ["", "0."])
 def test_a_row_whose_last_value_a_crash_has_torn_is_taken_out(tmp_path, last):
     """It has a value for each name, and stands at the checkpoint's own step."""

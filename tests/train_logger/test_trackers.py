@@ -38,6 +38,7 @@ class InMemory(TrackerLogger):
         self.runs[self.run_id].append((step, dict(values)))
 
 
+@pytest.mark.costly
 def test_a_run_that_is_started_again_goes_on_in_the_run_of_the_tracker(tmp_path):
     runs = {}
     train(tmp_path, InMemory(runs), KILLED)

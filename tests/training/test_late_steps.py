@@ -189,6 +189,7 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(late, kind):
     assert later.ends == [("TRAIN", 1, BATCHES - 2, 2, later.progress.clipped)]
 
 
+@pytest.mark.costly
 @pytest.mark.corner
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("max_grad_norm", [0, 0.3, 1e6])

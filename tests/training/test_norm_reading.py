@@ -121,6 +121,7 @@ def test_the_bits_are_those_of_a_run_that_never_tries(on_gpu, monkeypatch):
     assert told(train()) == tried_both
 
 
+@pytest.mark.costly
 def test_a_cpu_tries_nothing():
     clock = Clock(1.0, math.inf)
     train(clock)

@@ -645,6 +645,7 @@ class Sized(Noisy):
         return [number, size, *draw("all")]
 
 
+@pytest.mark.costly
 def test_indices_that_are_no_numbers():
     batches = [[(0, "small"), (1, "small")], [(0, "large")], [(0, "small")]]
     found = []
@@ -706,6 +707,7 @@ def start(worker):
     np.random.rand()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_know_the_dataset_and_the_epoch(persistent):
     options = {

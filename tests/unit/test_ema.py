@@ -613,6 +613,7 @@ def test_a_checkpoint_holds_both_and_nothing_of_wrappers(tmp_path):
     assert torch.equal(loaded.weight, state["net.weight"])
 
 
+@pytest.mark.costly
 def test_the_average_of_a_checkpoint_is_evaluated_in_a_process_of_its_own(tmp_path):
     brain = trained(tmp_path)
     by_epoch = [loss for stage, _, loss in brain.losses if stage == "VALID"]
@@ -635,6 +636,7 @@ def test_the_average_of_a_checkpoint_is_evaluated_in_a_process_of_its_own(tmp_pa
     assert torch.equal(plain.seen["TEST", "batch"][0], brain.after_steps[-1])
 
 
+@pytest.mark.costly
 def test_a_checkpoint_without_an_average_is_no_average_to_evaluate(tmp_path):
     trained(tmp_path, ema_decay=None, evaluate_ema=False)
     brain = make(Watched, folder=tmp_path, ema_decay=DECAY, evaluate_ema=True)
@@ -649,6 +651,7 @@ def test_a_checkpoint_without_an_average_is_no_average_to_evaluate(tmp_path):
     make(Watched, folder=tmp_path, ema_decay=DECAY).evaluate(points(4))
 
 
+@pytest.mark.costly
 def test_a_run_without_an_average_goes_on_with_one(tmp_path, caplog):
     before = trained(tmp_path, ema_decay=None, evaluate_ema=False)
     caplog.set_level(logging.INFO)

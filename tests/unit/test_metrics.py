@@ -91,6 +91,7 @@ def test_state(kind):
     assert all(type(value) is float for value in second.state_dict().values())
 
 
+@pytest.mark.costly
 def test_updates_read_nothing_back():
     mean = Mean()
     total = Sum()

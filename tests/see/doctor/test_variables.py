@@ -84,6 +84,7 @@ def other_torch():
     return on_a_rank(versions, TOGETHER, versions=lambda: versions_of_rank_1)
 
 
+@pytest.mark.costly
 def test_another_torch_on_one_rank_is_a_problem_that_names_the_rank(ranks):
     (code, text), _ = ranks.run(other_torch, init=False)
     assert code == 1

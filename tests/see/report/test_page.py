@@ -154,6 +154,7 @@ def test_a_log_that_is_being_written_or_holds_nothing_yet(tmp_path):
     )
 
 
+@pytest.mark.costly
 def test_an_old_run_without_measured_seconds(tmp_path):
     run = Writer(tmp_path / "old")
     run.start()
@@ -197,6 +198,7 @@ def test_a_run_without_a_verdict_says_on_what_figures_that_rests(tmp_path, secon
     assert words in text_of(page_of(tmp_path, run.close()))
 
 
+@pytest.mark.costly
 def test_numbers_that_are_none(tmp_path):
     run = Writer(tmp_path / "run")
     run.start()
@@ -302,6 +304,7 @@ def test_a_run_of_a_million_steps_fits_on_a_page(tmp_path):
     assert top > 1234, "the peak is there"
 
 
+@pytest.mark.costly
 def test_the_folder_of_a_run_is_not_written_to(tmp_path):
     folder = a_short_run(tmp_path / "run")
     before = sorted(folder.rglob("*"))

@@ -188,6 +188,7 @@ QUICK = (
 )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", some_of(WRITTEN_DOWN, QUICK, pytest.mark.slow))
 def test_a_training_comes_to_what_a_plain_loop_says(ranks, name):
     training = WRITTEN_DOWN[name]

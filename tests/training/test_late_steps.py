@@ -211,7 +211,8 @@ def test_sums_and_counts(late, kind, max_grad_norm):
     [
         {"grad_accumulation_factor": 2},
         {"grad_accumulation_factor": 3},
-        {"gc_interval": 2},
+        # collects garbage among thousands of tests
+        pytest.param({"gc_interval": 2}, marks=pytest.mark.costly),
         {"kind": Looking},
         {"optimizer_step_limit": 5},
         {"ema_decay": 0.9},

@@ -47,12 +47,16 @@ demo: $(VENV)/.installed-examples  ## train examples/digits on two processes of 
 test: $(VENV)/.installed-dev  ## run the tests (GPU tests skip by themselves where there is none)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" $(PYTEST_ARGS)
 
+# To collect all other tests would take as long as some of these.
+LAUNCHING = tests/clusters $(shell grep -rl --include='*.py' 'mark[.]launch' tests)
 launch: export DDPKIT_TEST_WHOLE_EXIT = 1
 launch: $(VENV)/.installed-dev  ## run the tests with real launchers and clusters, of which there can be one at a time
-	$(BIN)/python -m pytest -m "launch and not exhaustive" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "launch and not exhaustive" $(PYTEST_ARGS) $(LAUNCHING)
 
+exhaustive: export DDPKIT_TEST_WHOLE_EXIT = 1
 exhaustive: $(VENV)/.installed-ecosystem  ## run what shows the same on more recipes and sizes: half an hour or more, before a release
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m exhaustive $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "exhaustive and not launch" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "exhaustive and launch" $(PYTEST_ARGS) $(LAUNCHING)
 
 # One area: a package with the tests beside it, or a module of the face with the tests of its name.
 QUICK = $(wildcard ddpkit/$(PKG) ddpkit/$(PKG).py tests/$(PKG) $(foreach folder,unit contract ranks,tests/$(folder)/test_$(PKG)*.py))

@@ -7,8 +7,8 @@ Both train the same network on as many gloo processes, in the same run. They tak
 steps each, with models made anew: where a process gets its memory can double the time of a step. A
 step of DDP accumulates as many micro-batches of the same size as a step with virtual ranks has
 shards on a process. Printed are the median of the ratios of the turns with its quartiles, the time
-of a step, and how many gradients of the whole model exist at a time with virtual ranks: what waits
-in the tree, or is about to be sent, and what has come back.
+of a step, and how many gradients of the whole model exist at a time with virtual ranks: those that
+wait in the tree, and what comes of the other processes'.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def turns(
 
 
 def gradients_held(shards: int, world_size: int) -> str:
-    """Count the whole gradients of the model that exist at a time, and the pieces of at most 8 MB
-    beside them.
+    """Count the whole gradients of the model that exist at a time: those that wait in the tree, and
+    what comes of the other processes'.
     """
-    held = (shards // world_size).bit_length()
-    return f"{held}" if world_size == 1 else f"{held} and 4 pieces"
+    coming = (world_size - 1) / world_size
+    return f"{(shards // world_size).bit_length() + coming:g}"
 
 
 def main() -> None:

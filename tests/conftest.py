@@ -35,9 +35,11 @@ LONGEST = {"test_benchmarks.py"}
 # it is to be quick.
 QUICK_OF = {"grid": 1, "corner": 0}
 
-# So many combinations of a slow test's parameters run in each check, the last, which often has most
-# ranks, and the others before a release; the mark `in_each_check` names another number.
-SLOW_IN_EACH_CHECK = 1
+# So many combinations of the parameters of a test with one of these marks run in each check, the
+# last, which often has most ranks, and the others before a release; the mark `in_each_check` names
+# another number.
+ONE_OF_MANY = ("slow", "launch", "in_each_check")
+MANY_IN_EACH_CHECK = 1
 
 TESTS_BETWEEN_FREEZES = 300
 ENDED_TESTS = itertools.count(1)
@@ -99,16 +101,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _beyond_each_check(items):
-    """Find the combinations of slow tests that show on more values what others show."""
+    """Find the combinations of costly tests that show on more values what others show."""
     combinations = {}
     for item in items:
-        is_slow = item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive")
-        if is_slow and hasattr(item, "callspec"):
+        is_one_of_many = any(item.get_closest_marker(mark) for mark in ONE_OF_MANY)
+        is_shown = is_one_of_many and not item.get_closest_marker("exhaustive")
+        if is_shown and hasattr(item, "callspec"):
             test = (item.parent.nodeid, item.originalname)
             combinations.setdefault(test, []).append(item)
     for same in combinations.values():
         mark = same[0].get_closest_marker("in_each_check")
-        most = mark.args[0] if mark else SLOW_IN_EACH_CHECK
+        most = mark.args[0] if mark else MANY_IN_EACH_CHECK
         if len(same) > most:
             last = len(same) - 1
             kept = {last - round(at * last / max(most - 1, 1)) for at in range(most)}

@@ -111,7 +111,7 @@ def test_each_row_of_the_table_is_measured_in_some_row():
     assert [row.name for row in table if not any(word in row.name for word in words)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_question_of_compiled_bits_is_put_on_a_cpu_without_a_compiler(tmp_path):
     row = Row("bits", ("-m", "benchmarks.compiled_bits", "--device", "cpu"), 200, "does it run")
     (ended,) = run_rows([row], tmp_path, 300, str)

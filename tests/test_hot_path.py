@@ -212,6 +212,7 @@ def count_between_syncs(what, accumulate):
     return [(long - short) / STEPS_OF_TWO for long, short in zip(*found, strict=True)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("accumulate", "most_more"), MOST_MORE_ON_TWO_RANKS.items())
 def test_calls_of_python_per_batch_on_two_ranks(ranks, accumulate, most_more):
     for calls, by_hand in ranks.run(count, "calls", accumulate):
@@ -292,6 +293,7 @@ def count_collectives(layers, options, epochs, steps, constants=0):
     return +found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("layers", "options", "per_step", "more_per_epoch"),
     [

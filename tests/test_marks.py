@@ -66,11 +66,13 @@ def left_for_releases(count, **marks):
 )
 def test_of_a_slow_test_the_last_combination_is_in_each_check(count, left):
     assert left_for_releases(count, slow=pytest.mark.slow) == left
+    assert left_for_releases(count, launch=pytest.mark.launch) == left
     assert not left_for_releases(count)
 
 
-def test_a_slow_test_may_have_another_number_of_them():
+def test_another_number_of_them_may_be_named_of_any_test():
     mark = pytest.mark.in_each_check
+    assert left_for_releases(3, in_each_check=mark(2)) == [1]
     assert left_for_releases(5, slow=pytest.mark.slow, in_each_check=mark(2)) == [1, 2, 3]
     assert left_for_releases(5, slow=pytest.mark.slow, in_each_check=mark(3)) == [1, 3]
     assert not left_for_releases(9, slow=pytest.mark.slow, in_each_check=mark(9))

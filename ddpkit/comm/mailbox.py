@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
 import logging
 import pickle
 import re
@@ -459,6 +460,8 @@ class Runtime:
         control_group: gives the gloo group for small CPU tensors, if it is still there.
         statistics_groups: give by backend the groups for the statistics of batch norm, if they are
             still there.
+        epochs_of_sums: numbers of the epochs with virtual ranks, on all ranks alike.
+        sums_group: gives the group for the sums of virtual ranks on GPUs, if it is still there.
         machine: number of this process's machine, and the ranks on it; None unless they had to tell
             each other, for want of a launcher.
         is_guarded: whether the group's end and its failures are told to the other ranks.
@@ -485,6 +488,8 @@ class Runtime:
         self.group: Callable[[], dist.ProcessGroup | None] = weakref.ref(dist.group.WORLD)
         self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.statistics_groups: dict[str | None, Callable[[], Any]] = {}
+        self.epochs_of_sums = itertools.count()
+        self.sums_group: Callable[[], Any] = lambda: None
         self.timeout = timeout_of(dist.group.WORLD)
         self.machine: tuple[int, tuple[int, ...]] | None = None
         self.is_guarded = self.hosts_store = self.is_over = self.has_left = False

@@ -5,6 +5,9 @@ Small tensors go to every rank, in one message that also tells which of the tens
 all. Large ones are cut into one chunk for each rank, which adds it up and gives the sum to the
 others: by pairs of messages between few ranks on CPUs (:mod:`ddpkit.comm.piece_sums`), else by two
 collectives (:mod:`ddpkit.comm.chunk_sums`).
+
+Large ones that were there in the step before can be given as soon as they are computed: their sums
+then begin while others are computed (:mod:`ddpkit.comm.rows_under_way`).
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from ddpkit.base import waiting
 from ddpkit.comm.chunk_sums import ChunkSums
 from ddpkit.comm.mailbox import control_group
 from ddpkit.comm.piece_sums import AHEAD, PieceSums
+from ddpkit.comm.rows_under_way import RowsUnderWay
 from ddpkit.comm.tensor_rows import ALONE, TensorRow, padded_size, rows_of
 from ddpkit.comm.tree_sum import TreeSum, add_tensors, subtrees_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
 BUCKET_BYTES = 32 * 2**20  # sent at once between GPUs, of each subtree
 PIECE_BYTES = 8 * 2**20  # between CPUs; smaller ones take more processor time, larger ones memory
@@ -40,10 +44,18 @@ class OrderedSum:
         parts: their number over all ranks, a multiple of the number of ranks. Rank ``r`` of ``W``
             has the parts from ``r * parts / W`` on.
         in_turns: whether it has ``r``, ``r + W`` and so on instead.
+        epoch: the same number on all ranks, and another one than that of other sums: messages that
+            an error has left undone are not taken for those of these.
         piece_bytes: how much of a subtree is sent at once; changes no bit of the sums. None: what
             suits the device.
         whole_bytes: up to how much of all subtrees goes to every rank, in host memory; changes no
-            bit either.
+            bit either. None: what is quick.
+
+    Attributes:
+        like: as given.
+        large_places: of the tensors whose sums may begin before the others are there.
+        early_places: of those among them whose sums may in this step: of those that were there in
+            the step before.
 
     Ranks: local; :meth:`over_ranks` is collective.
 
@@ -59,9 +71,10 @@ class OrderedSum:
         like: Sequence[torch.Tensor],
         parts: int,
         piece_bytes: int | None = None,
-        whole_bytes: int = WHOLE_BYTES,
+        whole_bytes: int | None = None,
         *,
         in_turns: bool = False,
+        epoch: int = 0,
     ) -> None:
         self.world_size = (
             dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -75,19 +88,59 @@ class OrderedSum:
             )
             for rank in range(self.world_size)
         ]
-        self._like = like
+        self.like = like
         self._is_on_cpu = all(tensor.is_cpu for tensor in like)
         if piece_bytes is None:
             piece_bytes = PIECE_BYTES if self._is_on_cpu else BUCKET_BYTES
         self._piece_bytes = piece_bytes
+        if whole_bytes is None:
+            whole_bytes = WHOLE_BYTES
         in_pairs = self._is_on_cpu and self.world_size <= MOST_PAIRED
+        # what comes in a backward pass takes no more memory than one more copy of all tensors
+        pieces = sum(-(-tensor.nbytes // piece_bytes) for tensor in like)
+        most_ahead = max(AHEAD, pieces // max(map(len, subtrees)))
         self._sums_of_rows: PieceSums | ChunkSums = (
-            PieceSums(subtrees, piece_bytes) if in_pairs else ChunkSums(subtrees)
+            PieceSums(subtrees, piece_bytes, most_ahead, epoch)
+            if in_pairs
+            else ChunkSums(subtrees, like[0].device if like else torch.device("cpu"))
         )
         small = self._small_places(whole_bytes // sum(map(len, subtrees)))
         self._whole = _WholeSums(like, small, subtrees) if small else None
-        self._large = [place for place in range(len(like)) if place not in set(small)]
+        # backward passes compute the last ones first
+        self._large = [place for place in reversed(range(len(like))) if place not in set(small)]
         self._known: dict[tuple[int, ...], list[TensorRow]] = {}  # by which tensors are there
+        may_begin = self.world_size > 1 and self._sums_of_rows.begins_early
+        # a small one would cost as much of Python as a large one
+        self.large_places = [place for place in self._large if may_begin and self._is_alone(place)]
+        self.early_places: tuple[int, ...] = ()
+        self._under_way: RowsUnderWay | None = None
+
+    def give_early(
+        self,
+        tree: TreeSum,
+        number: int,
+        place: int,
+        tensor: torch.Tensor,
+    ) -> None:
+        """Begin the sum of one tensor of the last part, before the others are there.
+
+        Args:
+            tree: this rank's parts but the last, whose tensor at that place is taken out of it.
+            number: of the last part, which has None at that place when it is pushed.
+            place: one of :attr:`early_places`.
+            tensor: may be written into.
+
+        Ranks: local: it does not wait for the others.
+        """
+        column = tree.take_column(place)
+        column.push(number, [tensor])
+        if self._under_way is None:
+            self._under_way = self._begin()
+        self._under_way.add_column(place, [subtree.total[0] for subtree in column.subtrees])
+
+    def has_early(self, place: int) -> bool:
+        """Say whether a tensor was given early in this step."""
+        return self._under_way is not None and place in self._under_way.columns
 
     def over_ranks(self, tree: TreeSum) -> list[torch.Tensor | None]:
         """Return the sums, the same bits on any number of ranks; None where no part has a tensor.
@@ -101,38 +154,59 @@ class OrderedSum:
         if self.world_size == 1:
             found: list[torch.Tensor | None] = tree.total()
             return found
+        under_way = self._under_way or self._begin()
+        self._under_way = None
         own = [subtree.total for subtree in tree.subtrees]
+        for place, column in under_way.columns.items():
+            for total, tensor in zip(own, column, strict=True):
+                total[place] = tensor
+        small: dict[int, torch.Tensor] = {}
         if self._whole is None:
             present = self._agree(own)
-            sums = self._sums_of(present, own)
+            self._finish(under_way, own, present)
         elif self._has_every_large_one(own):
             # what others have decides nothing about the large ones, so they need not wait for it
             coming = self._whole.send(own)
-            sums = self._sums_of(None, own)
+            self._finish(under_way, own, None)
             small, present = self._whole.add(coming)
-            sums |= small
         else:
             small, present = self._whole.add(self._whole.send(own))
-            sums = self._sums_of(present, own) | small
+            self._finish(under_way, own, present)
+        self.early_places = tuple(place for place in self.large_places if present[place])
+        sums = under_way.sums | small
         return [
             sums[place].view(tensor.shape) if present[place] else None
-            for place, tensor in enumerate(self._like)
+            for place, tensor in enumerate(self.like)
         ]
 
     def _has_every_large_one(self, own: list[Any]) -> bool:
         return all(any(total[place] is not None for total in own) for place in self._large)
 
-    def _sums_of(self, present: list[int] | None, own: list[Any]) -> dict[int, torch.Tensor]:
-        """Return the sums of the large tensors, of those that are present, by place.
+    def _begin(self) -> RowsUnderWay:
+        """Return what takes the rows of this step: first those of the step before."""
+        return RowsUnderWay(self._rows(self.early_places), self._sums_of_rows.begin())
+
+    def _finish(
+        self,
+        under_way: RowsUnderWay,
+        own: list[Any],
+        present: list[int] | None,
+    ) -> None:
+        """Add up the large tensors, of those that are present.
 
         Args:
-            present: of each tensor whether any rank has it; None: all are.
+            under_way: has begun.
             own: this rank's subtrees.
+            present: of each tensor whether any rank has it; None: all are.
         """
-        sums: dict[int, torch.Tensor] = {}
-        places = [place for place in self._large if present is None or present[place]]
-        self._sums_of_rows.add(_joined(self._rows(tuple(places)), own, sums))
-        return sums
+
+        def is_present(place: int) -> bool:
+            return present is None or bool(present[place])
+
+        others = [
+            place for place in self._large if is_present(place) and not under_way.is_expected(place)
+        ]
+        under_way.finish(own, self._rows(tuple(others)), is_present)
 
     def _small_places(self, most: int) -> list[int]:
         """Return the places of the smallest tensors, so many that a subtree's message has at most
@@ -140,9 +214,9 @@ class OrderedSum:
         """
         if not self._is_on_cpu:
             return []
-        bytes_each = [padded_size(tensor) * tensor.element_size() for tensor in self._like]
-        by_size = sorted(range(len(self._like)), key=bytes_each.__getitem__)
-        left = most - padded_size(_numbers(self._like)) * _numbers(self._like).element_size()
+        bytes_each = [padded_size(tensor) * tensor.element_size() for tensor in self.like]
+        by_size = sorted(range(len(self.like)), key=bytes_each.__getitem__)
+        left = most - padded_size(_numbers(self.like)) * _numbers(self.like).element_size()
         small = []
         for place in by_size:
             left -= bytes_each[place]
@@ -167,9 +241,13 @@ class OrderedSum:
         found: list[int] = present.tolist()
         return found
 
+    def _is_alone(self, place: int) -> bool:
+        """Say whether a tensor is a row by itself."""
+        return self.like[place].nbytes >= self._piece_bytes / ALONE
+
     def _rows(self, places: tuple[int, ...]) -> list[TensorRow]:
         if places not in self._known:
-            self._known[places] = list(rows_of(self._like, places, self._piece_bytes))
+            self._known[places] = list(rows_of(self.like, places, self._piece_bytes))
         return self._known[places]
 
 
@@ -249,18 +327,6 @@ class _WholeSums:
         return sums, present
 
 
-def _joined(
-    rows: list[TensorRow],
-    own: list[Any],
-    sums: dict[int, torch.Tensor],
-) -> Iterator[list[torch.Tensor]]:
-    """Yield the rows of all subtrees; note where the sums of each tensor will be."""
-    for row in rows:
-        joined = [row.join(total) for total in own]
-        sums.update(row.tensors(joined[0]))
-        yield joined
-
-
 def bytes_in_sums(
     sizes: Iterable[int],
     subtrees: int,
@@ -268,7 +334,8 @@ def bytes_in_sums(
     *,
     is_on_cpu: bool,
 ) -> float:
-    """Return how much memory :meth:`OrderedSum.over_ranks` takes beside what it is given.
+    """Return how much memory an :class:`OrderedSum` takes beside what it is given, in a backward
+    pass and after it.
 
     Args:
         sizes: bytes of the tensors.
@@ -279,15 +346,17 @@ def bytes_in_sums(
     Ranks: local.
 
     Example:
-        >>> bytes_in_sums([2**30, 2**10], 1, 2, is_on_cpu=True) == 4 * PIECE_BYTES + 2**10
+        >>> bytes_in_sums([2**30, 2**10], 1, 2, is_on_cpu=True) == 2**29 + 1.5 * 2**10
         True
     """
     known = list(sizes)
     piece = PIECE_BYTES if is_on_cpu else BUCKET_BYTES
     copied = sum(size for size in known if size < piece / ALONE)
+    total = sum(known)
     if is_on_cpu and ranks <= MOST_PAIRED:
-        return float(subtrees * min(sum(known), AHEAD * piece) + copied)
-    row = min(sum(known), max(piece, *known))
+        coming = min(subtrees * total, max(subtrees * AHEAD * piece, total))
+        return coming * (ranks - 1) / ranks + copied
+    row = min(total, max(piece, *known))
     # of each subtree its row, once more all of them, what comes of them, and the sums
     return float((3 * subtrees + 1) * row + copied)
 

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 AHEAD = 4  # pieces under way
+# Messages of a recipe's own, and of what an error has left undone, have other tags: each of so many
+# epochs has a range, which holds the messages of a step.
+FIRST_TAG = 2**30
+TAGS_OF_EPOCH = 2**20
+EPOCHS = 512
 
 
 class _Piece(NamedTuple):
@@ -53,24 +58,32 @@ class PieceSums:
     Args:
         subtrees: level and number of the subtrees of each rank.
         piece_bytes: how much of each subtree is sent at once; changes no bit of the sums.
+        most_ahead: how many pieces are under way in a backward pass.
+        epoch: the same number on all ranks, and another one than at other times.
 
-    Ranks: local; :meth:`add` is collective.
+    Ranks: local; what :meth:`begin` returns is collective.
 
     Example:
         >>> PieceSums([[(0, 0)], [(0, 1)]], 2**20).piece_bytes
         1048576
     """
 
+    begins_early = True
+
     def __init__(
         self,
         subtrees: Sequence[Sequence[tuple[int, int]]],
         piece_bytes: int,
+        most_ahead: int = AHEAD,
+        epoch: int = 0,
     ) -> None:
         self.piece_bytes = piece_bytes
-        self._subtrees = subtrees
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.most_ahead = most_ahead
+        self.first_tag = FIRST_TAG + epoch % EPOCHS * TAGS_OF_EPOCH
+        self.subtrees = subtrees
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         # whose each is, and its place, level and number; in the order of the tree
-        self._in_order = sorted(
+        self.in_order = sorted(
             (
                 (rank, place, level, number)
                 for rank, those in enumerate(subtrees)
@@ -79,43 +92,66 @@ class PieceSums:
             key=lambda one: one[3] << one[2],
         )
 
-    def add(self, rows: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Write the sums of rows into them.
+    def begin(self) -> PiecesUnderWay:
+        """Return what takes the rows of a step."""
+        return PiecesUnderWay(self)
+
+
+class PiecesUnderWay:
+    """The rows of a step, whose sums are written into them.
+
+    Args:
+        sums: whose ranks and pieces these are.
+
+    Ranks: collective: each rank pushes rows of the same sizes and dtypes, in the same order.
+    """
+
+    def __init__(self, sums: PieceSums) -> None:
+        self._sums = sums
+        self._coming: deque[_Piece] = deque()
+        self._returning: list[Any] = []
+        self._number = 0
+
+    def has_room(self, row_bytes: int) -> bool:
+        """Say whether a row can be pushed without a wait for another rank."""
+        pieces = max(1, -(-row_bytes // self._sums.piece_bytes))
+        return len(self._coming) + pieces <= self._sums.most_ahead
+
+    def push(self, parts: Sequence[torch.Tensor], *, may_wait: bool) -> None:
+        """Send a row.
 
         Args:
-            rows: what is added up together: one row for each of this rank's subtrees, of shape
+            parts: what is added up together: a row for each of this rank's subtrees, of shape
                 ``(N,)``. The first is given the sums, and the others are used up.
-
-        Ranks: collective; of the same sizes and dtypes on all.
+            may_wait: whether earlier ones are awaited, so that few are under way.
         """
-        coming: deque[_Piece] = deque()
-        returning: list[Any] = []
         # a message for each subtree, and one for the sum
-        most_subtrees = max(map(len, self._subtrees))
-        tags = 1 + most_subtrees
-        for number, parts in enumerate(self._pieces(rows)):
-            coming.append(self._send_parts(parts, number * tags))
-            if len(coming) == AHEAD:
-                returning += self._send_sums(coming.popleft())
-        for piece in coming:
-            returning += self._send_sums(piece)
-        _wait_for(returning)
+        tags = 1 + max(map(len, self._sums.subtrees))
+        size = self._sums.piece_bytes // parts[0].element_size()
+        pieces = (torch.split(row, size) for row in parts if len(row))
+        for each in zip(*pieces, strict=True):
+            while may_wait and len(self._coming) >= AHEAD:
+                self._send_next_sum()
+            tag = self._sums.first_tag + self._number * tags % TAGS_OF_EPOCH
+            self._coming.append(self._send_parts(list(each), tag))
+            self._number += 1
 
-    def _pieces(self, rows: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-        for each in rows:
-            size = self.piece_bytes // each[0].element_size()
-            pieces = (torch.split(row, size) for row in each if len(row))
-            yield from map(list, zip(*pieces, strict=True))
+    def finish(self) -> None:
+        """Wait until all sums are there."""
+        while self._coming:
+            self._send_next_sum()
+        _wait_for(self._returning)
+        self._returning = []
 
     def _others(self) -> Iterator[int]:
         """Yield the other ranks, on each rank from another one on."""
-        world_size = len(self._subtrees)
-        return ((self._rank + step) % world_size for step in range(1, world_size))
+        world_size = len(self._sums.subtrees)
+        return ((self._sums.rank + step) % world_size for step in range(1, world_size))
 
     def _send_parts(self, parts: list[torch.Tensor], tag: int) -> _Piece:
         """Send each rank its chunk of this rank's subtrees."""
-        rank = self._rank
-        world_size = len(self._subtrees)
+        rank = self._sums.rank
+        world_size = len(self._sums.subtrees)
         size = len(parts[0])
         unit = max(1, ALIGNED_BYTES // parts[0].element_size())
         units = -(-size // (world_size * unit))
@@ -127,7 +163,7 @@ class PieceSums:
             for place, part in enumerate(parts):
                 chunk = piece.chunk(part, other)
                 transfers += _transfer(dist.isend, chunk, other, tag + place)
-            for place in range(len(self._subtrees[other])):
+            for place in range(len(self._sums.subtrees[other])):
                 received = torch.empty_like(piece.chunk(parts[0], rank))
                 piece.came[other, place] = received
                 transfers += _transfer(dist.irecv, received, other, tag + place)
@@ -136,30 +172,27 @@ class PieceSums:
         piece.works.extend(dist.batch_isend_irecv(transfers))
         return piece
 
-    def _send_sums(self, piece: _Piece) -> list[Any]:
-        """Add up this rank's chunk of a piece, and send the sum to each rank; return what is under
-        way.
-        """
+    def _send_next_sum(self) -> None:
+        """Add up this rank's chunk of the oldest piece, and send the sum to each rank."""
+        piece = self._coming.popleft()
         _wait_for(piece.works)
-        own = piece.came[self._rank, 0]
+        own = piece.came[self._sums.rank, 0]
 
         def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             # a sum of two numbers has the same bits in either order
             return right.add_(left) if right is own else left.add_(right)
 
         tree = TreeSum(add)
-        for rank, place, level, number in self._in_order:
+        for rank, place, level, number in self._sums.in_order:
             tree.push(number, piece.came[rank, place], level)
         tree.total()  # is written into `own`, which takes part in the last addition
         transfers = []
-        most_subtrees = max(map(len, self._subtrees))
-        tag = piece.tag + most_subtrees
+        tag = piece.tag + max(map(len, self._sums.subtrees))
         for other in self._others():
             chunk = piece.chunk(piece.parts[0], other)
             transfers += _transfer(dist.isend, own, other, tag)
             transfers += _transfer(dist.irecv, chunk, other, tag)
-        works: list[Any] = dist.batch_isend_irecv(transfers)
-        return works
+        self._returning += dist.batch_isend_irecv(transfers)
 
 
 def _transfer(operation: Any, tensor: torch.Tensor, other: int, tag: int) -> list[Any]:

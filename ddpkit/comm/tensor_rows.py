@@ -25,6 +25,7 @@ class TensorRow:
 
     Attributes:
         dtype: of all of them.
+        places: of the tensors in the list of all.
         row_bytes: the size.
 
     Ranks: local.
@@ -45,7 +46,7 @@ class TensorRow:
     ) -> None:
         self.dtype = like[0].dtype
         self._first = like[0]
-        self._places = places
+        self.places = places
         self._sizes = [tensor.numel() for tensor in like]
         self._is_alone = is_alone
         self._padded = self._sizes if is_alone else [padded_size(tensor) for tensor in like]
@@ -58,18 +59,18 @@ class TensorRow:
             total: a list or dict of tensors and None, by place.
         """
         if self._is_alone:
-            alone: torch.Tensor | None = total[self._places[0]]
+            alone: torch.Tensor | None = total[self.places[0]]
             return self._first.new_zeros(self._sizes[0]) if alone is None else alone.reshape(-1)
         zeros = self._first.new_zeros(max(self._padded))
         parts = []
-        for place, size, padded in zip(self._places, self._sizes, self._padded, strict=True):
+        for place, size, padded in zip(self.places, self._sizes, self._padded, strict=True):
             own = total[place]
             parts += [zeros[:size] if own is None else own.reshape(-1), zeros[: padded - size]]
         return torch.cat(parts)
 
     def tensors(self, row: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the place and the numbers of each tensor in a row."""
-        parts = zip(self._places, self._sizes, torch.split(row, self._padded), strict=True)
+        parts = zip(self.places, self._sizes, torch.split(row, self._padded), strict=True)
         for place, size, padded in parts:
             yield place, padded[:size]
 

@@ -69,6 +69,18 @@ class TreeSum:
             number = number // 2
         self.subtrees.append(Subtree(level, number, total))
 
+    def take_column(self, place: int) -> TreeSum:
+        """Return the tree of one entry of totals that are lists, and leave None in its place.
+
+        Args:
+            place: of the entry in each list.
+        """
+        column = TreeSum(self._add)
+        for level, number, total in self.subtrees:
+            column.subtrees.append(Subtree(level, number, [total[place]]))
+            total[place] = None
+        return column
+
     def total(self) -> Any:
         """Return the sum of all parts; there must be one."""
         *left, (_, _, total) = self.subtrees

@@ -55,6 +55,7 @@ from ddpkit.compat.torch_inside import (
     has_compiled_code as has_compiled_code,
     has_gradient_hooks as has_gradient_hooks,
     is_compiled as is_compiled,
+    is_hooked_backward as is_hooked_backward,
     is_recompile_limit as is_recompile_limit,
     multiply_all as multiply_all,
     norm_of_all as norm_of_all,

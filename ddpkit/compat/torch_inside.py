@@ -606,6 +606,37 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_backward_hooks", None))
 
 
+def is_hooked_backward(module: torch.nn.Module) -> bool:
+    """Return whether functions of the recipe are called in a backward pass when a gradient is
+    written: those of modules, of parameters (``register_post_accumulate_grad_hook``), or of all
+    modules; otherwise False.
+
+    Such a function may change the gradient of any parameter.
+
+    Args:
+        module: with all that is in it.
+
+    Ranks: local.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> is_hooked_backward(layer)
+        False
+        >>> handle = layer.register_full_backward_hook(lambda *given: None)
+        >>> is_hooked_backward(torch.nn.Sequential(layer))
+        True
+    """
+    of_all = torch.nn.modules.module
+    if getattr(of_all, "_global_backward_hooks", None):
+        return True
+    if getattr(of_all, "_global_backward_pre_hooks", None):
+        return True
+    return any(
+        getattr(one, "_backward_hooks", None) or getattr(one, "_backward_pre_hooks", None)
+        for one in module.modules()
+    ) or any(getattr(one, "_post_accumulate_grad_hooks", None) for one in module.parameters())
+
+
 def version_of(tensor: torch.Tensor | None) -> int:
     """Return how often a tensor has been written to: each backward pass that reaches a gradient
     does.

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ddpkit.base import local_part
-from ddpkit.comm import OrderedSum, TreeSum, add_tensors, bytes_in_sums
+from ddpkit.comm import OrderedSum, TreeSum, add_tensors, bytes_in_sums, get_runtime
 from ddpkit.compat import is_recompile_limit
 from ddpkit.data import Division
 from ddpkit.device import use_deterministic_kernels, widest_float
@@ -29,6 +29,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.seed import seed_streams
 from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.batch_norm_layers import batch_norms
+from ddpkit.strategies.early_sums import EarlySums
 from ddpkit.strategies.entries import broadcast_from_main, refuse_wrapped
 from ddpkit.strategies.names import OF_DDP
 from ddpkit.strategies.option_refusals import refuse_with
@@ -86,6 +87,13 @@ TOO_MANY_SHAPES = (
     "these are depends on the number of processes, and so would the bits. Give it batches of fewer "
     "sizes, raise that limit, or do not compile it."
 )
+IN_PARTS = (
+    "virtual_ranks={}: more was added to the gradient of a parameter of shape {} after its sum "
+    "over the processes had begun. Two kinds of recipes do so: one that calls backward past the "
+    "Brain, and one with a block that is used twice for the first time in this step, and computed "
+    "again in the backward pass. Call self.backward(loss) once for each batch, and give "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
 INSIDE = "called optimizers_step() in the middle of a step, or twice in one"
 
 
@@ -141,7 +149,7 @@ class VirtualRanks(Strategy):
         return True
 
     def is_distributed(self) -> bool:
-        """Say that the ranks exchange nothing but sums at the end of a step."""
+        """Say that the ranks exchange nothing but the sums of a step."""
         return False
 
     def division(self) -> Division:
@@ -224,6 +232,7 @@ class VirtualRanks(Strategy):
         self._parameters: list[nn.Parameter] = []
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
         self._sum = OrderedSum([], number)
+        self._early_sums = EarlySums(self._sum, {})
         self._like = list[torch.Tensor]()
         self._window: Window | None = None
         self._shard = 0
@@ -281,6 +290,8 @@ class VirtualRanks(Strategy):
         kept = math.ceil(math.log2(shards)) if run.micro_batches == 1 else shards
         before = whole.buffers + kept * whole.gradients
         subtrees = shards.bit_count()  # the first is the gradients, and gets the sums
+        # the last one's gradients go into memory that stays, or are added to those before
+        keeps_last = run.processes > 1 and run.micro_batches == 1 and shards % 2 == 1
         sums = 0.0
         if run.processes > 1:
             sums = bytes_in_sums(
@@ -292,9 +303,10 @@ class VirtualRanks(Strategy):
         return dataclasses.replace(
             whole,
             exchange=before,
-            after_backward=before,
+            # what comes of the others takes the place of gradients that were added to earlier ones
+            after_backward=before + (sums if keeps_last else 0.0),
             in_step=whole.buffers + (subtrees - 1) * whole.gradients + sums,
-            keeps_gradients=False,  # each shard's are taken away
+            keeps_gradients=keeps_last,  # the others are taken away
         )
 
     def startup_rows(self, modules: nn.Module) -> dict[str, str]:
@@ -384,7 +396,10 @@ class VirtualRanks(Strategy):
             [wide, wide, *moves, *self._summed_at_the_end(self._like)],
             self.virtual_ranks,
             in_turns=self.in_turns,
+            epoch=next(get_runtime().epochs_of_sums) if get_world_size() > 1 else 0,
         )
+        first = len(self._buffers) + 2
+        self._early_sums = EarlySums(self._sum, dict(enumerate(self._parameters, first)))
         self._begin_step()
 
     def _summed_at_the_end(self, gradients: list[Any]) -> list[Any]:
@@ -511,7 +526,13 @@ class VirtualRanks(Strategy):
         """Refuse a backward pass after the gradients of the step were added up."""
         if self._is_added:
             raise ConfigError(MISUSED.format(self.virtual_ranks, INSIDE))
-        return self._noting_gradients() if self._is_strict else NO_CONTEXT
+        if self._is_strict:
+            return self._noting_gradients()
+        # a witness looks at a shard before anything of it is added up
+        if closes and counts and self._adds_at_once and self.witness is None:
+            number = self._division.mine[self._shard]
+            return self._early_sums.backward_pass(modules, self._tree, number)
+        return NO_CONTEXT
 
     @contextlib.contextmanager
     def _noting_gradients(self) -> Iterator[None]:
@@ -647,6 +668,7 @@ class VirtualRanks(Strategy):
                 MISUSED.format(self.virtual_ranks, "called loss.backward() past the Brain")
             )
         self._check_dtypes(gradients)
+        self._require_all_of_early(gradients)
         count = self._count
         self._count = None
         if window.counted is not None and not window.closes:
@@ -717,6 +739,12 @@ class VirtualRanks(Strategy):
                 MISUSED.format(self.virtual_ranks, "changed gradients before optimizers_step()")
             )
         self._noted = None
+
+    def _require_all_of_early(self, gradients: list[torch.Tensor | None]) -> None:
+        """Refuse a further part of a gradient whose sum has begun in the backward pass."""
+        for place, gradient in enumerate(gradients, len(self._buffers) + 2):
+            if gradient is not None and self._sum.has_early(place):
+                raise ConfigError(IN_PARTS.format(self.virtual_ranks, tuple(gradient.shape)))
 
     def _check_dtypes(self, gradients: list[torch.Tensor | None]) -> None:
         for gradient, like in zip(

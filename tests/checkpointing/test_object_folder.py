@@ -312,6 +312,7 @@ def go_through(url, disk, into):
     assert not ObjectFolder(url).has(".lock")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("every", [2, 3, 7])
 @pytest.mark.parametrize("after", [False, True], ids=["not done", "done, the answer lost"])
 def test_a_store_that_fails_every_few_calls(faulty, disk, into, every, after, caplog):

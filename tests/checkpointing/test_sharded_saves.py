@@ -155,6 +155,7 @@ def crash_everywhere(folder, mode, dying, stride):
     return points, found
 
 
+@pytest.mark.in_each_check(2)
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dying", "stride"), [(0, 6), (1, 2)])
@@ -204,6 +205,7 @@ def save_on_a_full_disk(folder, mode, rank):
     return str(caught.value), found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_a_rank_that_cannot_write_ends_the_save_on_all(ranks, tmp_path, mode, rank):

@@ -191,6 +191,7 @@ def random_kills(url, options, kills, seed):
 
 
 @pytest.mark.timeout(LIMIT_SECONDS)
+@pytest.mark.in_each_check(1)
 @pytest.mark.parametrize("store", ["file", pytest.param("s3", marks=needs_s3)])
 def test_kills_at_random_moments(zygote, store, tmp_path, request):
     seed = random.randrange(1 << 30)

@@ -74,6 +74,7 @@ def closed_ports(machine):
         machine.run("nft", "delete table ip doctor")
 
 
+@pytest.mark.exhaustive
 def test_a_firewall_that_lets_the_rendezvous_alone_through_is_found(hosts, told):
     with closed_ports(hosts.machines[1]):
         _, findings = told()

@@ -70,6 +70,7 @@ def test_a_rank_that_fails_ends_an_openmpi_run(openmpi_here, tmp_path):
     assert run.wait(20).code == 7, run.tail()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", some_of(["openmpi", "mpich"], ["openmpi"]))
 def test_an_exception_under_mpirun(request, launcher, tmp_path):
     request.getfixturevalue(f"{launcher}_here")
@@ -85,5 +86,6 @@ def test_an_exception_under_mpirun(request, launcher, tmp_path):
     assert "in TRAIN of epoch 2 at step" in text
 
 
+@pytest.mark.exhaustive
 def test_mpich(mpich_here, tmp_path):
     trains(tmp_path, mpich(2, *RECIPE), 2, this_host())

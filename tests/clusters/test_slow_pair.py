@@ -25,6 +25,7 @@ def findings(network, folder, *words):
     return {one["name"]: one for one in found["findings"]}, [one.code for one in ended]
 
 
+@pytest.mark.exhaustive
 def test_a_slow_cable_between_two_of_three_hosts_is_found_and_they_are_named(network, tmp_path):
     with network.slow("beta", "gamma", megabits=50):
         found, codes = findings(network, tmp_path)

@@ -70,6 +70,7 @@ def both_at(folder: Path, step: int = 1, ranks: int = 2) -> bool:
     return len({one.rank for one in read_steps(folder / "results") if one.step >= step}) == ranks
 
 
+@pytest.mark.exhaustive
 def test_sbatch_of_torchrun_on_two_nodes(slurm, tmp_path):
     with slurm.submit(
         tmp_path,
@@ -82,6 +83,7 @@ def test_sbatch_of_torchrun_on_two_nodes(slurm, tmp_path):
     agreed(tmp_path, 2)
 
 
+@pytest.mark.exhaustive
 def test_scancel_ends_every_process(slurm, tmp_path):
     held(tmp_path)
     with slurm.submit(
@@ -98,6 +100,7 @@ def test_scancel_ends_every_process(slurm, tmp_path):
     assert not read_ends(tmp_path / "results")
 
 
+@pytest.mark.exhaustive
 def test_requeue_starts_again_and_goes_on(slurm, tmp_path):
     gate = held(tmp_path, after=12)
     options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
@@ -206,6 +209,7 @@ def names_the_failure(text: str, rank: int) -> None:
     assert "Connection" not in shown, text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", some_of([0, 1], [0]))
 def test_an_exception_under_bare_srun(slurm, tmp_path, rank):
     """All are gone soon: neither srun nor Slurm ends the other task, which would wait for ever."""

@@ -188,6 +188,7 @@ def test_a_node_that_is_lost_and_comes_back(slurm, tmp_path, written):
     assert "a node does not answer" in other.output
 
 
+@pytest.mark.exhaustive
 def test_a_failure_is_not_queued_again(slurm, tmp_path, written):
     with slurm.submit(tmp_path, written(recipe=["--global_batch_size=none_such"])) as job:
         assert job.wait() == "FAILED", job.report()

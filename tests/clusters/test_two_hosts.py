@@ -195,6 +195,7 @@ def test_a_slow_and_lossy_cable_does_not_end_the_run(hosts, tmp_path):
         to_the_end(runs, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_hosts_that_are_far_apart(hosts, tmp_path):
     """20 ms one way and 1 % loss: a step takes at least one way there and back."""
     with (

@@ -17,6 +17,7 @@ from ddpkit.compat.torch_inside import (
     add_all,
     all_groups,
     default_store,
+    is_hooked_backward,
     multiply_all,
     norm_of_all,
     timeout_of,
@@ -87,6 +88,33 @@ def test_a_forkserver_of_its_own_or_the_scripts(monkeypatch):
     monkeypatch.delattr(forkserver, "ForkServer")
     with own_forkserver():
         assert parent_of_a_process() == scripts
+
+
+def hooked_layer(kind):
+    layer = torch.nn.Linear(1, 1)
+    if kind == "parameter":
+        layer.weight.register_post_accumulate_grad_hook(lambda *_: None)
+    elif kind != "none":
+        getattr(layer, kind)(lambda *_: None)
+    return torch.nn.Sequential(layer)
+
+
+@pytest.mark.parametrize(
+    "kind", ["none", "parameter", "register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_whether_functions_are_called_when_gradients_are_written(kind):
+    assert is_hooked_backward(hooked_layer(kind)) == (kind != "none")
+
+
+def test_functions_of_all_modules_count_where_torch_has_them(monkeypatch):
+    handle = torch.nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    assert is_hooked_backward(hooked_layer("none"))
+    handle.remove()
+    handle = torch.nn.modules.module.register_module_full_backward_pre_hook(lambda *_: None)
+    assert is_hooked_backward(hooked_layer("none"))
+    handle.remove()
+    monkeypatch.delattr(torch.nn.modules.module, "_global_backward_hooks")
+    assert not is_hooked_backward(hooked_layer("none"))
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -269,6 +269,7 @@ NOT_INSIDE = {
 LATE = [name for name, row in RUN_OPTIONS.items() if not row.fixed and name not in NOT_INSIDE]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", LATE)
 def test_an_option_that_is_not_read_for_good_counts_inside_of_fit(name, tmp_path):
     value, needs = VALUES[name]

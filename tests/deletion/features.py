@@ -208,6 +208,7 @@ TABLE = (
         r"(?i)virtual[_-]?ranks",
         tests=(
             *(*_SEVERAL, *_ESTIMATES, "tests/ranks/test_virtual_ranks.py"),
+            "tests/strategies/test_early_sums.py",
             "tests/ranks/test_rank_audit.py",  # only they can be audited
         ),
         users=("ddpkit/strategies/virtual_fsdp.py", "ddpkit/strategies/virtual_zero1.py"),
@@ -226,6 +227,7 @@ TABLE = (
         tests=(
             *(*_ESTIMATES, "tests/ranks/test_virtual_zero1.py"),
             *("tests/ranks/test_hash_chain.py", "tests/ranks/test_rank_audit.py"),
+            "tests/strategies/test_early_sums.py",
         ),
     ),
     Feature(

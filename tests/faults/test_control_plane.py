@@ -366,6 +366,7 @@ def workers_of(run):
     return [pid for pid in run.alive() if pid != run.process.pid]
 
 
+@pytest.mark.in_each_check(1)
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_workers_are_deaf_from_their_first_moment(tmp_path, context):
     """The whole group is signalled while they start, which takes those that are not forked

@@ -196,6 +196,7 @@ def test_torchrun_restarts_what_was_killed_and_it_is_the_same_run(tmp_path, unin
     assert_same_run(uninterrupted, tmp_path / "killed", 4)
 
 
+@pytest.mark.in_each_check(1)
 @pytest.mark.parametrize(
     ("at", "warm"),
     [((1, TRAIN, 6, STEPPED), False), ((2, VALID_END, 0, 0), True)],

@@ -161,6 +161,7 @@ def leave_a_dead_lock(folder):
 LEAVINGS = {"nothing": leave_nothing, "dead": leave_a_dead_lock}
 
 
+@pytest.mark.in_each_check(1)
 @pytest.mark.parametrize("before", LEAVINGS)
 def test_of_many_that_start_at_once_exactly_one_gets_the_folder(ranks, before):
     won, refusals = ranks.run(race, before, 10, world_size=1, init=False)[0]

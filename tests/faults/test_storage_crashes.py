@@ -143,6 +143,7 @@ def crash_everywhere(folder, title, mode, stride=1, files=CrashingFiles, first=1
 WHOLE = "in place, and one deleted"
 
 
+@pytest.mark.in_each_check(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("title", some_of(SCENARIOS, ["one more", "in place, and one deleted"]))
 def test_death_at_every_point_of_a_save(zygote, tmp_path, title, mode):
@@ -180,6 +181,7 @@ class CopyingFiles(CrashingFiles):
         shutil.rmtree(source)
 
 
+@pytest.mark.exhaustive
 def test_a_rename_that_is_not_atomic_would_be_noticed(zygote, tmp_path):
     with pytest.raises(RankPoolError, match="died at point"):
         zygote(crash_everywhere, tmp_path, "in place of itself", "sync", 3, CopyingFiles)
@@ -359,6 +361,7 @@ def kill_at_random(folder, mode, kills):
     return unfinished, recovered_steps
 
 
+@pytest.mark.in_each_check(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_kills_at_random_moments_of_saves_back_to_back(zygote, tmp_path, mode):
     unfinished, steps = zygote(kill_at_random, tmp_path, mode, KILLS)

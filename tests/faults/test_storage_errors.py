@@ -148,6 +148,7 @@ def template(tmp_path):
 
 
 # Whatever the error, it goes the same way; a full disk is one that stays.
+@pytest.mark.in_each_check(3)
 @pytest.mark.parametrize(
     ("number", "mode"),
     [

@@ -58,6 +58,7 @@ def test_what_was_acknowledged_is_found_after_any_loss_of_power(tmp_path, mode):
     assert lost(disk, tmp_path / "after") == []
 
 
+@pytest.mark.in_each_check(1)
 @pytest.mark.parametrize("name", ["sync_file", "sync_directory"])
 def test_without_waiting_for_the_disk_the_model_loses_a_checkpoint(tmp_path, name):
     disk = record(tmp_path / "run", "sync", lambda operation, path: operation == name, SAVES[:2])

@@ -100,7 +100,7 @@ def runs():
     return found
 
 
-@pytest.mark.in_each_check(16)
+@pytest.mark.in_each_check(10)
 @pytest.mark.parametrize(("name", "world_size"), runs())
 def test_every_number_is_that_of_before(ranks, name, world_size):
     found = traces_of(ranks, name, world_size)

@@ -57,6 +57,7 @@ def test_two_processes_of_torchrun_end_with_the_bits_of_the_uninterrupted_run(
     }
 
 
+@pytest.mark.exhaustive
 def test_each_of_two_nodes_copies_down_what_the_run_goes_on_from(s3, environment, tmp_path):
     url = s3.folder()
 
@@ -93,6 +94,7 @@ def test_each_of_two_nodes_copies_down_what_the_run_goes_on_from(s3, environment
     assert "Traceback" not in told
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_is_refused(s3, environment, tmp_path, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

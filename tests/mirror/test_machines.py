@@ -83,6 +83,7 @@ def uninterrupted(options):
     return brain.optimizer_step, whole(brain)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "strategy",
     ["fsdp", pytest.param("zero1", marks=pytest.mark.exhaustive)],

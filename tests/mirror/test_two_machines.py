@@ -74,6 +74,7 @@ def url(tmp_path):
     return f"file://{tmp_path}/bucket/run"
 
 
+@pytest.mark.exhaustive
 def test_each_machine_reads_its_own_copy(nodes, url):
     nodes.start(url, kill=30)
     nodes.lose_disks()
@@ -103,6 +104,7 @@ def test_what_only_rank_0_has_on_its_disk_comes_to_the_other_machine(nodes, url)
     assert nodes.loaded(0).name == nodes.loaded(1).name
 
 
+@pytest.mark.exhaustive
 def test_first_weights_are_read_on_each_machine(nodes, url):
     nodes.start(url, kill=30)
     nodes.lose_disks()

@@ -165,7 +165,7 @@ def test_tests_that_cannot_run_are_told_with_the_end_of_what_pytest_wrote(capsys
     assert told.count("collecting") == command.LINES_OF_A_REASON - 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_planted_fault_is_caught_and_taken_back():
     """As a user runs it: a worker of pytest, which has run much, is no process to fork from."""
     words = ["--only", "the linear scheduler reaches its end", "--jobs", "1"]

@@ -290,7 +290,7 @@ def search(cases):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_first_step_finds_the_largest_size_that_fits(ranks):
     for run in ranks.run(search, [*SEARCHES], world_size=2):
         for (found, size, expected, begun, seen), tried in zip(run, SEARCHES.values(), strict=True):

@@ -251,7 +251,7 @@ def test_compiled_blocks_are_compiled_under_each_strategy_and_give_the_same_bits
         assert graphs >= 3  # two sizes of batches, and the evaluation
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_blocks_that_are_checkpointed_give_the_same_bits_on_one_process():
     plain, found, graphs = train_compiled(norm=True, activation_checkpointing=["Block"])
     assert found == plain

@@ -346,6 +346,7 @@ def saved_by_each(folder, asynchronous, every_rank):
     return saved, saved == checkpointer.find_checkpoint()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("every_rank", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_save_checkpoint_returns_the_checkpoint_on_every_rank(

@@ -332,7 +332,7 @@ def train_compiled():
     return train(fsdp_blocks=["Block"], compile_blocks=["Block"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_blocks_are_compiled(ranks):
     for result in ranks.run(train_compiled, timeout=500):
         close(result, train())
@@ -512,7 +512,7 @@ def go_on_by_broadcast(folder):
     return train(Classifier, folder, ckpt_load="broadcast", **SAVING)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_shards_are_sent_by_the_main_process(ranks, tmp_path, monkeypatch):
     ranks.run(stop, tmp_path)
     expected = ranks.run(through)
@@ -956,6 +956,7 @@ class PredictsAlone(Classifier):
         run_on_main(lambda: self.modules.net(torch.zeros(2, FEATURES, dtype=torch.float64)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_forward_pass_of_the_main_process_alone_is_an_error(ranks, reshard):
     """Not a wait for the others, who wait for the main process."""
@@ -1037,6 +1038,7 @@ def test_a_model_that_the_recipe_has_sharded_is_evaluated_without_training(
     assert ranks.run(functools.partial(evaluate_sharded, tmp_path, **options)) == [expected] * 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_a_model_that_the_recipe_has_sharded_is_not_evaluated_on_other_data_by_each_rank(
     ranks,

@@ -84,6 +84,7 @@ def rows_of_ranks(dtype):
     return found.detach(), rows.grad
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_any_number_come_in_the_order_of_the_ranks_and_gradients_are_added_up(ranks, dtype):
     for rank, (found, gradient) in enumerate(ranks.run(rows_of_ranks, dtype, world_size=3)):

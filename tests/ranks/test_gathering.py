@@ -719,6 +719,7 @@ def predict_wrongly(kind):
     return outcome(brain.predict, numbered(3), loader_kwargs={"batch_size": 2})[:2]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

@@ -109,6 +109,7 @@ def test_a_set_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
     assert_same_training(two, alone)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("buffer", some_of([0, 5], [5]))
 def test_a_stream_of_one_shard_is_dealt_out(own_ranks, tmp_path, buffer):
     alone, two = (
@@ -201,6 +202,7 @@ def test_a_stream_has_the_same_bits_with_virtual_ranks(
         assert all(torch.equal(found[0][name], value) for name, value in alone[0].items())
 
 
+@pytest.mark.exhaustive
 def test_a_stream_that_was_split_by_node_is_left_as_it_is(own_ranks, tmp_path):
     _, _, steps = run_through_and_killed(own_ranks, tmp_path, 2, split_by_node)
     assert each_once(steps)

@@ -47,6 +47,7 @@ def weights_of_file(path, options, device="cpu"):
     return all(same) and len(same) == (0 if get_rank() else 4)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "device"),
     [

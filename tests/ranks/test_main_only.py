@@ -244,6 +244,7 @@ def raise_it(kind):
     raise kind("stop")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_even_what_is_no_exception_reaches_every_rank(ranks, kind):
     main, other = ranks.run(leaves, kind)
@@ -312,6 +313,7 @@ def make_lock():
     return threading.Lock()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -370,6 +372,7 @@ def with_post(run_post_on_main):
     return value, done
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("run_post_on_main", [False, True])
 def test_post_func(ranks, run_post_on_main):
     value = ((1, 2), {"a": 3})

@@ -79,7 +79,7 @@ def check(run: Run, processes: int) -> list[list[str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nproc_started_cold_where_the_name_of_the_host_has_no_address(tmp_path):
     """As in a container; the ranks met under that name, and waited for a minute each time. It ends
     as Python ends.

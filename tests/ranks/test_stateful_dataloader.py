@@ -110,6 +110,7 @@ def test_it_gives_the_same_training_on_two_ranks_and_goes_on_inside_an_epoch(
     assert_same_training(two, alone)
 
 
+@pytest.mark.exhaustive
 def test_the_last_samples_are_dropped_alike(own_ranks, tmp_path):
     alone, two = (
         run_through_and_killed(

@@ -620,6 +620,7 @@ def test_a_stop_in_the_evaluation_of_a_stream_is_agreed_on(ranks, sizes, who):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sizes", [[120, 7], [0, 60], [25, 25]])
 def test_an_evaluation_that_nobody_stops_takes_all_batches_and_confers_about_once_a_second(
     ranks,

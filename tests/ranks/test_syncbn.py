@@ -91,6 +91,7 @@ def test_equals_batchnorm_over_the_joined_batch(ranks, rows, rest):
     assert max(ranks.run(against_joined, rows, rest, {})) <= 1e-10
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rows", [(1, 1, 1), (3, 0, 2)], ids=str)
 def test_on_three_ranks_with_one_row_each(ranks, rows):
     assert max(ranks.run(against_joined, rows, (), {}, world_size=3)) <= 1e-10
@@ -180,6 +181,7 @@ def without_rows(dtype, on_cuda, repeats):
     return sent
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("repeats", [True, False], ids=["a repeated batch", "no rows"])
 @pytest.mark.parametrize("on_cuda", [True, False], ids=["cuda", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

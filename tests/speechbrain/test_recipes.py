@@ -66,6 +66,7 @@ def test_one_process_equals_speechbrains_core_and_two_processes_equal_one(recipe
     two.assert_same(one)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.launch
 def test_ranks_and_workers_that_ddpkit_starts_itself_are_answered_too(tmp_path, speechbrain):
     recipe = Recipe("keywords", tmp_path, speechbrain)

@@ -106,6 +106,7 @@ def test_the_page_in_a_kernel(tmp_path):
     assert text_of(after, "stdout") != "0 checkpoints\n"
 
 
+@pytest.mark.exhaustive
 @needs("nbclient")
 def test_the_notebook_of_the_examples(tmp_path):
     """Its cells run, both numbers of processes come to the same, and it shows what it printed."""

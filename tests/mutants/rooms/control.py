@@ -40,7 +40,7 @@ COMM = in_room(
         ),
         Fault(
             "the sum of a rank's chunk is not what it has added up last",
-            "PieceSums._send_sums",
+            "PiecesUnderWay._send_next_sum",
             "right.add_(left) if right is own else left.add_(right)",
             "left.add_(right)",
             SUMS,

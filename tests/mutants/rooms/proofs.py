@@ -10,6 +10,7 @@ AUDIT = "tests/parts/test_rank_audit.py"
 AUDIT_OF_RANKS = "tests/ranks/test_rank_audit.py"
 REPLAY = "tests/see/diff/test_replay.py"
 DRAWN = "tests/model/same_bits/test_same_bits.py -m slow -k one_process"
+EARLY_SUMS = "tests/strategies/test_early_sums.py"
 READING = "tests/training/test_norm_reading.py"
 READING_OF_RANKS = f"{READING} -k ranks_choose"
 
@@ -103,6 +104,44 @@ DRAWN_RECIPES = in_room(
     ],
 )
 
+EARLY = in_room(
+    "strategies",
+    EARLY_SUMS,
+    [
+        Fault(
+            "the sum of a gradient that comes in parts begins with the first part",
+            "EarlySums._beginning",
+            "{*self._sums.early_places} - self._came_in_parts",
+            "{*self._sums.early_places}",
+        ),
+        Fault(
+            "sums begin early where hooks of the recipe change gradients",
+            "EarlySums.backward_pass",
+            "not self._parameters or is_hooked_backward(modules)",
+            "not self._parameters",
+        ),
+        Fault(
+            "a sum is written into a gradient that has its memory together with another",
+            "EarlySums._beginning",
+            "gradient if is_added else self._copy(place, gradient)",
+            "gradient",
+        ),
+    ],
+)
+
+EARLY_ROWS = in_room(
+    "comm",
+    EARLY_SUMS,
+    [
+        Fault(
+            "each rank expects the gradients that it had itself in the step before",
+            "OrderedSum.over_ranks",
+            "tuple(place for place in self.large_places if present[place])",
+            "tuple(p for p in self.large_places if any(one[p] is not None for one in own))",
+        ),
+    ],
+)
+
 CHOICE = in_room(
     "training",
     READING,
@@ -135,4 +174,4 @@ CHOICE = in_room(
     ],
 )
 
-FAULTS = [*AUDITS, *REPLAYS, *DRAWN_RECIPES, *CHOICE]
+FAULTS = [*AUDITS, *REPLAYS, *DRAWN_RECIPES, *EARLY, *EARLY_ROWS, *CHOICE]

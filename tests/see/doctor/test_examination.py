@@ -206,6 +206,7 @@ def test_options_of_a_recipe_in_the_wrong_place_are_told_with_the_right_command(
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.launch
 def test_nproc_starts_the_ranks_and_prints_one_table():
     done = run_tool("-m", "ddpkit", "doctor", "--nproc=2", "--json")

@@ -96,6 +96,7 @@ def test_one_core_for_two_processes(doctor):
     assert told.measured("processor cores").startswith("1 core ")
 
 
+@pytest.mark.exhaustive
 def test_more_threads_than_cores_and_a_variable_that_makes_collectives_slow(doctor):
     many = str(2 * len(os.sched_getaffinity(0)))
     told = doctor(f"{DOCTOR} --nproc 2", OMP_NUM_THREADS=many, TORCH_DISTRIBUTED_DEBUG="DETAIL")
@@ -133,6 +134,7 @@ exit $code
 """  # noqa: E501
 
 
+@pytest.mark.exhaustive
 def test_a_host_name_that_resolves_to_nothing_and_one_thread_short(doctor):
     told = doctor(plant="printf '127.0.0.1 localhost\\n' > hosts", OMP_NUM_THREADS="1")
     assert (told.code, told.verdict("host name")) == (0, ["look"])
@@ -159,6 +161,7 @@ def test_a_port_that_is_taken(doctor):
     assert "port 29578 of MASTER_PORT is taken" in launched.measured("rendezvous")
 
 
+@pytest.mark.exhaustive
 def test_a_small_dev_shm_few_open_files_and_a_full_output_folder(doctor):
     plant = """
 mount -t tmpfs -o size=64m tmpfs /dev/shm
@@ -171,6 +174,7 @@ mkdir disk; mount -t tmpfs -o size=1m tmpfs disk; head -c 1m /dev/zero > disk/x 
     assert "No space left on device" in told.measured("output folder")
 
 
+@pytest.mark.exhaustive
 def test_another_version_on_one_rank_and_a_host_name_that_resolves_to_loopback(doctor, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "older" / "ddpkit")
     init = tmp_path / "older" / "ddpkit" / "__init__.py"

@@ -175,6 +175,7 @@ def test_an_old_run_without_measured_seconds(tmp_path):
     assert "lr 0.1" in text_of(page), "options from the words of the command line"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [

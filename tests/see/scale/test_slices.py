@@ -205,7 +205,7 @@ def test_no_process_and_no_file_stays_after_a_signal(scale):
     assert left(run) == {"told"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_as_a_rank_of_a_launch_it_ends_the_recipe_with_itself(scale, number):
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -24,10 +24,13 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.comm import ordered_sum
 from ddpkit.distributed import ddp_init_group, get_rank, get_world_size
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.seed import seed_everything
 from tests.gpu.test_brain import Classifier, Syncs, group_norm, make_data, make_net
+
+BUCKET_BYTES = ordered_sum.BUCKET_BYTES
 
 
 class Faulty(Classifier):
@@ -138,6 +141,8 @@ def train(
     settings = {"SGD": {"momentum": 0.9, "lr": 0.1}, "AdamW": {"lr": 0.01}}[optimizer]
     fused = options.pop("fused", None)
     scale = options.pop("scale", None)
+    # of the gradients that are sent together: where it is small, most are sent by themselves
+    ordered_sum.BUCKET_BYTES = options.pop("bucket_bytes", BUCKET_BYTES)
     brain = classes[kind](
         {"net": net},
         lambda parameters: getattr(torch.optim, optimizer)(parameters, fused=fused, **settings),

@@ -160,6 +160,7 @@ def script(folder, title, **changes):
     return python(title)
 
 
+@pytest.mark.exhaustive
 @needs("ray")
 def test_ray_train(tmp_path, weights_of_one):
     """Ray makes the group, runs the function in a thread, and starts it again by itself. Whoever is
@@ -192,6 +193,7 @@ def test_elastic_launch_of_a_function(tmp_path, weights_of_one, way):
     kill_and_see_it_go_on(tmp_path, command, weights_of_one, warm=way == "fork")
 
 
+@pytest.mark.exhaustive
 def test_mp_spawn(tmp_path, weights_of_one):
     command = script(tmp_path, "start_spawn.py", **{"29511": str(free_port())})
     train_kill_and_go_on(tmp_path, command, weights_of_one)

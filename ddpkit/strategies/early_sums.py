@@ -41,7 +41,9 @@ class EarlySums:
             place: parameters[place] for place in sums.large_places if place in parameters
         }
         self._kept: dict[int, torch.Tensor] = {}  # memory of sums, by place
-        self._came_in_parts: set[int] = set()  # seen in earlier passes
+        # in earlier passes of this process
+        self._came_at_once: set[int] = set()
+        self._came_in_parts: set[int] = set()
 
     def backward_pass(
         self,
@@ -63,7 +65,8 @@ class EarlySums:
 
     @contextlib.contextmanager
     def _beginning(self, tree: TreeSum, number: int) -> Iterator[None]:
-        may_begin = {*self._sums.early_places} - self._came_in_parts
+        may_begin = self._came_at_once.intersection(self._sums.early_places)
+        may_begin -= self._came_in_parts
         times: Counter[int] = Counter()
         # to the part before it, and is not written into
         is_added = number % 2 == 1 and bool(tree.subtrees)
@@ -87,7 +90,9 @@ class EarlySums:
         ]
         with removing_hooks(hooks):
             yield
-        self._came_in_parts.update(place for place, number in times.items() if number > 1)
+        for place, number_of_parts in times.items():
+            came = self._came_at_once if number_of_parts == 1 else self._came_in_parts
+            came.add(place)
 
     def _copy(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return a copy of a gradient in the memory that is kept for it."""

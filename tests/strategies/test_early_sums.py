@@ -96,6 +96,14 @@ class Again(Always):
     uses = 2
 
 
+class AgainOnceUsed(Again):
+    """In the first step rank 1 has no gradient of the block, and learns nothing of it."""
+
+    def forward(self, inputs):
+        is_idle = self.step == 0 and get_rank() == 1
+        return self.last(self.first(inputs)) if is_idle else super().forward(inputs)
+
+
 class AgainLater(Again):
     """Used twice from the second step on."""
 
@@ -247,6 +255,14 @@ def test_a_gradient_that_comes_in_two_parts_is_sent_at_the_end(ranks):
     for found, early in ranks.run(functools.partial(trained, Again, virtual_ranks=2), world_size=2):
         assert found == alone
         assert early[1] == LARGE - 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_learns_for_itself_which_gradients_come_in_two_parts(ranks):
+    train = functools.partial(trained, AgainOnceUsed, virtual_ranks=2)
+    (at_the_end, _), *_ = ranks.run(functools.partial(train, begins_early=False), world_size=2)
+    for found, _ in ranks.run(train, world_size=2):
+        assert found == at_the_end
 
 
 def two_parts_later():

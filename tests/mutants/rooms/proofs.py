@@ -111,8 +111,8 @@ EARLY = in_room(
         Fault(
             "the sum of a gradient that comes in parts begins with the first part",
             "EarlySums._beginning",
-            "{*self._sums.early_places} - self._came_in_parts",
-            "{*self._sums.early_places}",
+            "may_begin -= self._came_in_parts",
+            "pass",
         ),
         Fault(
             "sums begin early where hooks of the recipe change gradients",

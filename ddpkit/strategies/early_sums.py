@@ -41,9 +41,7 @@ class EarlySums:
             place: parameters[place] for place in sums.large_places if place in parameters
         }
         self._kept: dict[int, torch.Tensor] = {}  # memory of sums, by place
-        # in earlier passes of this process
-        self._came_at_once: set[int] = set()
-        self._came_in_parts: set[int] = set()
+        self._came_at_once: set[int] = set()  # in earlier passes of this process
 
     def backward_pass(
         self,
@@ -66,7 +64,6 @@ class EarlySums:
     @contextlib.contextmanager
     def _beginning(self, tree: TreeSum, number: int) -> Iterator[None]:
         may_begin = self._came_at_once.intersection(self._sums.early_places)
-        may_begin -= self._came_in_parts
         times: Counter[int] = Counter()
         # to the part before it, and is not written into
         is_added = number % 2 == 1 and bool(tree.subtrees)
@@ -91,8 +88,10 @@ class EarlySums:
         with removing_hooks(hooks):
             yield
         for place, number_of_parts in times.items():
-            came = self._came_at_once if number_of_parts == 1 else self._came_in_parts
-            came.add(place)
+            if number_of_parts == 1:
+                self._came_at_once.add(place)
+            else:
+                self._came_at_once.discard(place)
 
     def _copy(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return a copy of a gradient in the memory that is kept for it."""

@@ -111,8 +111,8 @@ EARLY = in_room(
         Fault(
             "the sum of a gradient that comes in parts begins with the first part",
             "EarlySums._beginning",
-            "may_begin -= self._came_in_parts",
-            "pass",
+            "number_of_parts == 1",
+            "number_of_parts >= 1",
         ),
         Fault(
             "sums begin early where hooks of the recipe change gradients",

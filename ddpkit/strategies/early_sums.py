@@ -65,8 +65,8 @@ class EarlySums:
     def _beginning(self, tree: TreeSum, number: int) -> Iterator[None]:
         may_begin = self._came_at_once.intersection(self._sums.early_places)
         times: Counter[int] = Counter()
-        # to the part before it, and is not written into
-        is_added = number % 2 == 1 and bool(tree.subtrees)
+        # this part is added to the one before it, which this process has, too
+        before = tree.subtrees[-1].total if number % 2 and tree.subtrees else None
 
         @torch.no_grad()
         def take(place: int, parameter: torch.Tensor) -> None:
@@ -77,7 +77,8 @@ class EarlySums:
             # otherwise an error follows at the end
             if gradient.dtype == self._sums.like[place].dtype:
                 parameter.grad = None
-                own = gradient if is_added else self._copy(place, gradient)
+                is_read_only = before is not None and before[place] is not None
+                own = gradient if is_read_only else self._copy(place, gradient)
                 self._sums.give_early(tree, number, place, own)
 
         hooks = [

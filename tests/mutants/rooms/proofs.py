@@ -123,7 +123,7 @@ EARLY = in_room(
         Fault(
             "a sum is written into a gradient that has its memory together with another",
             "EarlySums._beginning",
-            "gradient if is_added else self._copy(place, gradient)",
+            "gradient if is_read_only else self._copy(place, gradient)",
             "gradient",
         ),
     ],

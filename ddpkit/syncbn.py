@@ -38,7 +38,6 @@ https://arxiv.org/abs/1502.03167, section 3. The CUDA kernels are called as
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -554,9 +553,4 @@ def _statistics_group(device: torch.device) -> Any:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     backend = "gloo" if device.type == "cpu" and dist.is_gloo_available() else None
-    runtime = get_runtime()
-    group = runtime.statistics_groups[backend]() if backend in runtime.statistics_groups else None
-    if group is None:
-        group = dist.new_group(backend=backend, timeout=runtime.timeout)
-        runtime.statistics_groups[backend] = weakref.ref(group)
-    return group
+    return get_runtime().own_group("statistics of batch norm", backend)

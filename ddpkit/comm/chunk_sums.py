@@ -16,7 +16,6 @@ import contextlib
 import functools
 import itertools
 import os
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,8 @@ from ddpkit.comm.tree_sum import TreeSum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+USE_OF_GROUP = "sums of virtual ranks"
 
 
 class ChunkSums:
@@ -77,7 +78,7 @@ class ChunksUnderWay:
     def __init__(self, sums: ChunkSums) -> None:
         self._sums = sums
         self._side = _stream_for_sums(sums.device) if sums.begins_early else None
-        self._group = None if self._side is None else _group_for_sums()
+        self._group = None if self._side is None else get_runtime().own_group(USE_OF_GROUP)
         self._held: list[Any] = []  # what the other stream reads
 
     def has_room(self, row_bytes: int) -> bool:
@@ -166,13 +167,3 @@ def _never_waits() -> bool:
 @functools.cache
 def _stream_for_sums(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _group_for_sums() -> Any:
-    """Return the group of all ranks for these sums alone, made on first use."""
-    runtime = get_runtime()
-    group = runtime.sums_group()
-    if group is None:
-        group = dist.new_group(timeout=runtime.timeout)
-        runtime.sums_group = weakref.ref(group)
-    return group

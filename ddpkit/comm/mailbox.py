@@ -63,6 +63,7 @@ FAILED_SECONDS = 5.0
 WARNING_INTERVAL_SECONDS = 60.0
 LONGEST_NAP_SECONDS = 0.02
 CONNECTION_TAG = 0x64647000  # of sends that nobody receives
+CONTROL = ("control", "gloo")  # use and backend of the group for small CPU tensors
 
 
 @dataclass(frozen=True)
@@ -457,11 +458,7 @@ class Runtime:
         mailbox: values and errors of main-only work.
         watchdog: sees to it that nothing hangs; None: there is none.
         timeout: how long the group's collectives wait at its start; None: it does not say.
-        control_group: gives the gloo group for small CPU tensors, if it is still there.
-        statistics_groups: give by backend the groups for the statistics of batch norm, if they are
-            still there.
         epochs_of_sums: numbers of the epochs with virtual ranks, on all ranks alike.
-        sums_group: gives the group for the sums of virtual ranks on GPUs, if it is still there.
         machine: number of this process's machine, and the ranks on it; None unless they had to tell
             each other, for want of a launcher.
         is_guarded: whether the group's end and its failures are told to the other ranks.
@@ -486,10 +483,11 @@ class Runtime:
         # A weak reference: torch owns the groups. A strong one would keep a destroyed group's
         # threads running, and the process would abort at exit.
         self.group: Callable[[], dist.ProcessGroup | None] = weakref.ref(dist.group.WORLD)
-        self.control_group: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self.statistics_groups: dict[str | None, Callable[[], Any]] = {}
+        self._own_groups: dict[
+            tuple[str, str | None],
+            Callable[[], dist.ProcessGroup | None],
+        ] = {}
         self.epochs_of_sums = itertools.count()
-        self.sums_group: Callable[[], Any] = lambda: None
         self.timeout = timeout_of(dist.group.WORLD)
         self.machine: tuple[int, tuple[int, ...]] | None = None
         self.is_guarded = self.hosts_store = self.is_over = self.has_left = False
@@ -502,6 +500,37 @@ class Runtime:
         self.report = report
         self.store = report.store
         self.mailbox = Mailbox(report, self.check_connection)
+
+    def own_group(
+        self,
+        use: str,
+        backend: str | None = None,
+    ) -> dist.ProcessGroup:
+        """Return the group of all ranks for one use alone, made on first use.
+
+        Collectives of one group are matched by the order in which each rank starts them. Those of
+        different uses may come in another order on another rank.
+
+        Args:
+            use: a name.
+            backend: None: that of the default group.
+
+        Ranks: collective on the first call for a use and a backend, local afterwards.
+        """
+        group = self._made_group(use, backend)
+        if group is None:
+            group = dist.new_group(backend=backend, timeout=self.timeout)
+            self._own_groups[use, backend] = weakref.ref(group)
+        return group
+
+    def _made_group(
+        self,
+        use: str,
+        backend: str | None,
+    ) -> dist.ProcessGroup | None:
+        """Return such a group if it has been made, and is still there."""
+        reference = self._own_groups.get((use, backend))
+        return None if reference is None else reference()
 
     def check_connection(self, rank: int) -> None:
         """Raise if the control group's connection to a rank is lost, as it is once the process has
@@ -516,7 +545,7 @@ class Runtime:
         Raises:
             RuntimeError: it is lost.
         """
-        group = self.control_group()
+        group = self._made_group(*CONTROL)
         if group is not None:
             dist.isend(
                 torch.zeros(1, dtype=torch.uint8),
@@ -585,9 +614,4 @@ def control_group() -> dist.ProcessGroup | None:
     """
     if not is_distributed_initialized():
         return None
-    runtime = get_runtime()
-    group = runtime.control_group()
-    if group is None:
-        group = dist.new_group(backend="gloo", timeout=runtime.timeout)
-        runtime.control_group = weakref.ref(group)
-    return group
+    return get_runtime().own_group(*CONTROL)

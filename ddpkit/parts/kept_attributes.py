@@ -64,7 +64,10 @@ def kept_attributes(owners: Iterable[Any]) -> Iterator[None]:
 def _kept(contents: dict[str, Any]) -> Callable[[], None]:
     """Return what gives a dict of attributes its contents again, and those their own."""
     before = dict(contents)
-    inside = [_undo_of(value, is_outer=True) for value in before.values()]
+    # nearly all that a module has, such as the dicts of its hooks: quick to keep
+    empty = [value for value in before.values() if type(value) in CONTAINERS and not value]
+    filled = [value for value in before.values() if type(value) not in CONTAINERS or value]
+    inside = [undo for value in filled if (undo := _undo_of(value, is_outer=True)) is not None]
 
     def put_back() -> None:
         for name in contents.keys() - before.keys():
@@ -72,9 +75,10 @@ def _kept(contents: dict[str, Any]) -> Callable[[], None]:
         for name, value in before.items():
             if contents.get(name, put_back) is not value:  # never put_back: it may be gone
                 contents[name] = value
+        for container in filter(None, empty):
+            container.clear()
         for undo in inside:
-            if undo is not None:
-                undo()
+            undo()
 
     return put_back
 

@@ -14,7 +14,6 @@ from ddpkit.checkpointing import plain_key
 from ddpkit.parts.batch_copies import copied, restored
 from ddpkit.parts.kept_attributes import kept_attributes
 from ddpkit.parts.state_digests import digest_of
-from ddpkit.seed import restore_rng_state, rng_state
 from ddpkit.training import backward, metrics_among, sum_and_count
 from ddpkit.types import Stage
 
@@ -66,6 +65,7 @@ class ShardAgain:
     def __init__(self, context: RunContext, brain: Any) -> None:
         self._context = context
         self._brain = brain
+        self._plain_names: dict[str, str] = {}
 
     def begin(self, batch: Any, number: int, rank: int) -> ShardWork:
         """Note what a batch is computed from, before the recipe has it.
@@ -104,11 +104,17 @@ class ShardAgain:
         strategy: Any = self._context.strategy
         found = {}
         for (name, _), gradient in zip(modules.named_parameters(), gradients, strict=True):
-            found[f"the gradient of {plain_key(modules, name)}"] = digest_of(gradient)
+            found[f"the gradient of {self._plain_name(name)}"] = digest_of(gradient)
         for name, buffer in strategy.followed_buffers().items():
-            found[f"the buffer {plain_key(modules, name)}"] = digest_of(buffer)
+            found[f"the buffer {self._plain_name(name)}"] = digest_of(buffer)
         found[COUNT] = digest_of(None if count is None else float(count))
         return found
+
+    def _plain_name(self, name: str) -> str:
+        """Return a tensor's name without those of wrappers."""
+        if name not in self._plain_names:
+            self._plain_names[name] = plain_key(self._context.modules, name)
+        return self._plain_names[name]
 
     def inputs(self) -> dict[str, str]:
         """Return digests of what a step is computed with here: the weights, and the buffers at its
@@ -118,9 +124,9 @@ class ShardAgain:
         strategy: Any = self._context.strategy
         found = {}
         for name, parameter in modules.named_parameters():
-            found[plain_key(modules, name)] = digest_of(parameter)
+            found[self._plain_name(name)] = digest_of(parameter)
         for name, buffer in strategy.buffers_before().items():
-            found[plain_key(modules, name)] = digest_of(buffer)
+            found[self._plain_name(name)] = digest_of(buffer)
         return found
 
     @torch.no_grad()
@@ -168,12 +174,11 @@ class ShardAgain:
 
     @contextlib.contextmanager
     def _leaving_nothing(self, work: ShardWork) -> Iterator[None]:
-        """Return a context after which random streams, buffers, metrics, logs, counters and what
-        else the recipe has changed are what they were.
+        """Return a context after which buffers, metrics, logs, counters and what else the recipe
+        has changed are what they were. The strategy seeds the random streams anew.
         """
         context = self._context
         brain = self._brain
-        random = rng_state()
         # metrics have sums and lists inside, which attributes alone do not show
         metrics = metrics_among(brain, context.hparams, *context.parts.parts)
         owners = [brain, context.hparams, *context.modules.modules()]
@@ -182,4 +187,3 @@ class ShardAgain:
                 yield
         finally:
             metrics.put_back()
-            restore_rng_state(random)

@@ -38,5 +38,5 @@ class ShardWitness(Protocol):
 
     def before_sums(self) -> None:
         """Hear that all batches of a step are computed, and nothing is added up over the processes
-        yet. No parameter has a gradient then.
+        yet. No parameter has a gradient then, and the random streams are seeded anew after it.
         """

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddpkit.distributed import from_next_rank, get_rank
+from ddpkit.distributed.next_rank import FIRST_BYTES
 from tests.parts.planted_audits import STILL, Audited, Flip, is_caught, train
 
 
@@ -70,9 +71,12 @@ def test_nothing_is_found_where_nothing_is_wrong(ranks, options):
     assert ended[0].audits == ended[0].steps > 1
 
 
-def passed_on():
-    return from_next_rank(bytes(range(3 + get_rank())))
+def passed_on(sizes):
+    return from_next_rank(bytes([get_rank()]) * sizes[get_rank()])
 
 
-def test_bytes_of_the_next_rank(ranks):
-    assert ranks.run(passed_on, world_size=3) == [bytes(range(n)) for n in (4, 5, 3)]
+@pytest.mark.parametrize("size", [FIRST_BYTES - 1, FIRST_BYTES, 3 * FIRST_BYTES])
+def test_bytes_of_the_next_rank(ranks, size):
+    sizes = [3, size, 0]
+    found = ranks.run(functools.partial(passed_on, sizes), world_size=3)
+    assert found == [b"\1" * size, b"", b"\0" * 3]

@@ -1,7 +1,7 @@
 """What the same bits cost: a training step with --virtual_ranks against DDP with the same
 micro-batches.
 
-    python -m benchmarks.virtual_ranks [--processes 2] [--steps 30]
+    python -m benchmarks.virtual_ranks [--processes 2] [--steps 150]
 
 Both train the same network on as many gloo processes, in the same run. They take turns of some
 steps each, with models made anew: where a process gets its memory can double the time of a step. A
@@ -111,7 +111,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=150, help="each turn has five")
     parser.add_argument(
         "--cpu_time",
         action="store_true",

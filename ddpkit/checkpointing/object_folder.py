@@ -22,7 +22,7 @@ from typing import Any
 from ddpkit.base import do_nothing, replacing
 from ddpkit.checkpointing import storage
 from ddpkit.checkpointing.checkpoint import DIRECTORY_PREFIX
-from ddpkit.checkpointing.object_index import read_index, write_index
+from ddpkit.checkpointing.object_index import INDEX, read_index
 from ddpkit.checkpointing.object_names import (
     folder_of,
     is_one_part,
@@ -272,7 +272,7 @@ class ObjectFolder:
             self._going_on.add(folder)
         try:
             require()
-            write_index(self._objects, {*index, *self._complete, folder})
+            INDEX.write(self._objects, {*index, *self._complete, folder})
             send_files(self._objects, folder, directory, files, require)
             before_manifest()
             require()
@@ -359,7 +359,7 @@ class ObjectFolder:
         lock.require()
         # a run that has lost the lock may still be sending a file there: so no save takes the name
         left = {folder for folder in candidates - kept if may_come_again(folder)}
-        write_index(self._objects, kept | left)
+        INDEX.write(self._objects, kept | left)
         self._end_uploads()
 
     def _end_uploads(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ddpkit.base import EARLIER
 from ddpkit.checkpointing import DIRECTORY_PREFIX
 from ddpkit.logger import get_logger
-from ddpkit.mirror.file_index import read_file_index, write_file_index
+from ddpkit.object_store import NameIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,6 +29,8 @@ logger = get_logger(__name__)
 BLOCK_BYTES = 8 << 20
 ALL = "*"
 _LINKS = ("latest", "best")
+# names the files that were about to be copied up
+FILE_INDEX = NameIndex(".files.json", "files", forbidden="\0")
 
 
 class Files:
@@ -71,7 +73,7 @@ class Files:
         """
         count = 0
         with self._mutex:
-            self._indexed = read_file_index(self._objects)
+            self._indexed = FILE_INDEX.read(self._objects)
             for name in sorted({*self._objects.sizes(), *self._indexed}):
                 if not _travels(PurePosixPath(name), is_pull=True):
                     continue
@@ -115,7 +117,7 @@ class Files:
         return count
 
     def _index(self, names: set[str]) -> None:
-        write_file_index(self._objects, names)
+        FILE_INDEX.write(self._objects, names)
         self._indexed = names
 
     def _send(

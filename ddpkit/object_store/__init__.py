@@ -1,4 +1,5 @@
-"""Objects of a store such as S3: URLs, requests with their repetitions and errors, and a lock.
+"""Objects of a store such as S3: URLs, requests with their repetitions and errors, an index
+of names, and a lock.
 
 Nothing here knows a checkpoint. ``fsspec``, and what it needs for a store, is imported on first
 use.

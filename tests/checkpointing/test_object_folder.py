@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from ddpkit.checkpointing import ObjectFolder, verify
-from ddpkit.checkpointing.object_index import INDEX_NAME, read_index, write_index
+from ddpkit.checkpointing.object_index import INDEX, read_index
 from ddpkit.errors import CheckpointError, ConfigError, FolderInUseError, ObjectStoreError
 from ddpkit.object_store import Objects, StoreLock, repetition
 from tests import faulty_store
@@ -126,7 +126,7 @@ def test_a_checkpoint_is_not_there_before_its_manifest(place, folder, objects, d
     assert {name.partition("/")[0] for name in objects.sizes()} == {
         "CKPT+best",
         "CKPT+other",
-        INDEX_NAME,
+        INDEX.name,
     }
 
 
@@ -232,7 +232,7 @@ def test_clean_leaves_what_is_whole_and_an_upload_that_is_going_on(
         folder.put(make(disk, "CKPT+best", 1), lambda: folder.clean(lock))
         folder.clean(lock)
     kept = {name.partition("/")[0] for name in objects.sizes()}
-    assert kept == {"CKPT+best@8", "notes", INDEX_NAME}
+    assert kept == {"CKPT+best@8", "notes", INDEX.name}
     assert folder.names() == ["CKPT+best"]
     assert step_of(folder.get("CKPT+best", into)) == 1
 
@@ -261,10 +261,10 @@ def test_what_a_run_that_has_lost_the_lock_still_sends_harms_nothing(
     own = [name for name in objects.sizes() if name.startswith("CKPT+best@1")]
     assert len(own) == 2  # the one that was on its way, and the other run's
     assert {name.partition("/")[0] for name in own} > {"CKPT+best@1-ffffffff"}
-    index = objects.read(INDEX_NAME)
+    index = objects.read(INDEX.name)
     with pytest.raises(FolderInUseError, match="is no longer locked by this run"):
         folder.put(make(disk, "CKPT+best", 3), lock=lock)
-    assert objects.read(INDEX_NAME) == index
+    assert objects.read(INDEX.name) == index
     assert step_of(ObjectFolder(*place).get("CKPT+best", into)) == 1
     lock.release()
 
@@ -274,7 +274,7 @@ def test_what_a_run_that_has_lost_the_lock_still_sends_harms_nothing(
 
 def test_a_file_that_a_run_sends_after_the_takeover_lands_in_no_checkpoint(folder, objects, disk):
     directory = make(disk, "CKPT+best", step=1)
-    write_index(objects, {"CKPT+best"})  # of the run that is about to lose the lock
+    INDEX.write(objects, {"CKPT+best"})  # of the run that is about to lose the lock
     with StoreLock(folder.url).hold():
         lock = StoreLock(folder.url)
         lock.acquire()
@@ -366,7 +366,7 @@ def test_a_read_that_is_damaged_once_is_made_again(faulty, disk, into):
 @pytest.mark.parametrize("bad", ["CKPT+a/../../evil", "CKPT+a\\b", "CKPT+a\0b", "..", "."])
 def test_an_index_that_names_other_folders_leads_nowhere(folder, objects, disk, bad, caplog):
     folder.put(make(disk, "CKPT+a", 1))
-    objects.write(INDEX_NAME, json.dumps({"format": 1, "checkpoints": ["CKPT+a", bad]}).encode())
+    objects.write(INDEX.name, json.dumps({"format": 1, "checkpoints": ["CKPT+a", bad]}).encode())
     assert read_index(objects) == {"CKPT+a"}
     assert f"names {bad!r}, which is no folder of a checkpoint" in caplog.text
 

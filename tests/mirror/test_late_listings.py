@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from ddpkit.mirror import mirror_of
-from ddpkit.mirror.file_index import FILE_INDEX
+from ddpkit.mirror.files import FILE_INDEX
 from ddpkit.object_store import Objects
 from ddpkit.train_logger import CSVTrainLogger
 from tests import faulty_store
@@ -64,7 +64,7 @@ def test_rows_that_are_not_listed_yet_are_there_once(url):
     run(url)
     other_machine()
     assert epochs_in(url) == ["1", "2", "3", "4"]
-    assert "rows.csv" in json.loads(content(url, FILE_INDEX))["files"]
+    assert "rows.csv" in json.loads(content(url, FILE_INDEX.name))["files"]
 
 
 def test_a_file_that_has_grown_since_it_was_listed_is_read_whole(url):
@@ -91,7 +91,7 @@ def test_a_file_that_is_listed_and_gone_keeps_nobody_from_going_on(url):
         assert (folder / "notes.txt").exists()
         (folder / "notes.txt").unlink()
     other_machine()
-    assert "notes.txt" not in json.loads(content(url, FILE_INDEX))["files"]
+    assert "notes.txt" not in json.loads(content(url, FILE_INDEX.name))["files"]
     folder = mirror_of(url)
     with Checkpointer(folder / "save").hold_folder():
         assert not (folder / "notes.txt").exists()
@@ -103,7 +103,7 @@ def test_an_index_that_says_nothing_leaves_the_listing(url, text, caplog):
     run(url)
     other_machine()
     place = url.removeprefix("faulty://")
-    objects().pipe_file(f"{place}/{FILE_INDEX}", text.encode())
+    objects().pipe_file(f"{place}/{FILE_INDEX.name}", text.encode())
     objects().catch_up()
     folder = mirror_of(url)
     with Checkpointer(folder / "save").hold_folder():
@@ -117,7 +117,7 @@ def test_an_index_that_names_other_folders_leads_nowhere(url, monkeypatch):
     place = url.removeprefix("faulty://")
     bad = ["../evil", "/evil", "a/../../evil", ".run.json"]
     names = [*bad, "rows.csv"]
-    objects().pipe_file(f"{place}/{FILE_INDEX}", json.dumps({"files": names}).encode())
+    objects().pipe_file(f"{place}/{FILE_INDEX.name}", json.dumps({"files": names}).encode())
     asked = []
     size = Objects.size
     monkeypatch.setattr(Objects, "size", lambda self, name: asked.append(name) or size(self, name))

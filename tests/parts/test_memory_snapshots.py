@@ -39,9 +39,14 @@ def test_a_profile_alone_says_nothing_where_there_is_no_record(tmp_path, caplog)
     assert not caplog.messages
 
 
-def test_allocations_are_recorded_and_the_snapshot_lies_beside_the_traces(gpu, tmp_path, caplog):
+def test_allocations_are_recorded_and_the_snapshot_lies_beside_the_traces(
+    monkeypatch,
+    tmp_path,
+    caplog,
+):
     part = MemorySnapshots("cuda:0", warns=True)
     report = report_of(PartEvents([part]))
+    gpu = pretend_gpu(monkeypatch)
     with part.around_fit(brain_of(tmp_path)):
         assert gpu == [{"max_entries": 100_000, "stacks": "python"}]
         report.tell(torch.OutOfMemoryError("CUDA out of memory"))

@@ -111,7 +111,7 @@ GIB = 1 << 30
 
 def pretend_gpu(monkeypatch):
     """Give answers for the functions of ``torch.cuda`` that are asked; return what the recorder is
-    told.
+    told. No optimizer can step from then on: torch built for GPUs would look for a driver.
     """
     calls = []
 
@@ -121,8 +121,6 @@ def pretend_gpu(monkeypatch):
             pickle.dump({"segments": []}, file)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    # an optimizer asks, and torch built for GPUs then looks for a driver
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 60 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 71 * GIB)
@@ -147,8 +145,9 @@ def report_of(parts):
 
 
 def test_the_summary_of_a_gpu_names_the_option_that_shows_more(monkeypatch, caplog):
+    report = report_of(PartEvents())
     calls = pretend_gpu(monkeypatch)
-    report_of(PartEvents()).tell(torch.OutOfMemoryError("CUDA out of memory"))
+    report.tell(torch.OutOfMemoryError("CUDA out of memory"))
     assert not calls
     (summary,) = caplog.messages
     lines = summary.splitlines()

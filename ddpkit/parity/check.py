@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ddpkit.checkpoints import safe_load
 from ddpkit.distributed import get_rank, get_world_size
 from ddpkit.errors import ConfigError, ParityError
 from ddpkit.launch import PARITY
@@ -66,7 +67,7 @@ def check_parity(
     """
     if PARITY in os.environ:
         folder = Path(os.environ[PARITY])
-        start = torch.load(folder / "start.pt", map_location="cpu", weights_only=True)
+        start = safe_load(folder / "start.pt")
         brain.checkpointer = None
         brain.hang_timeout = start["seconds"]
         with parts.stop.guarded("fit"):
@@ -203,4 +204,4 @@ def _run_ranks(
                 )
                 + "\n".join(lines[-SHOWN_LINES:])
             )
-        return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+        return [safe_load(path) for path in paths]

@@ -613,6 +613,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content, mmap):
         safe_load(path, mmap=mmap)
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta", torch.device("meta")])
+@pytest.mark.parametrize("mmap", [False, True])
+def test_sparse_tensors_are_loaded_and_nothing_is_said_of_them(tmp_path, place, mmap):
+    path = tmp_path / "model.ckpt"
+    torch.save({"sparse": torch.eye(3).to_sparse(), "dense": torch.ones(2)}, path)
+    loaded = safe_load(path, place, mmap=mmap)
+    assert loaded["sparse"].is_sparse
+    assert [one.shape for one in loaded.values()] == [(3, 3), (2,)]
+    if place == "cpu":
+        assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
+
+
 class Keeps(nn.Linear):
     """Keeps the tensor that it is given, as torchmetrics does."""
 

@@ -388,6 +388,14 @@ def test_show_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
     assert places == ["meta"]
 
 
+def test_show_of_sparse_tensors(tmp_path):
+    from ddpkit.cli import checkpoint_commands as commands
+
+    torch.save({"edges": torch.eye(3).to_sparse()}, tmp_path / "a.ckpt")
+    found = commands.describe(tmp_path / "a.ckpt", tensors=True)
+    assert found == ["9 number(s) in 1 tensor(s): 1 float32", "edges  float32 3 x 3"]
+
+
 # ------------------------------------------------------------------------------------------- verify
 
 
@@ -632,8 +640,6 @@ def test_export_of_shared_memory_and_of_what_is_no_tensor(ckpt, tmp_path, form):
     assert "_extra_state" not in state
 
 
-# torch 2.14 says that it looks at their indices
-@pytest.mark.filterwarnings("ignore:.*sparse:UserWarning")
 def test_export_of_what_safetensors_cannot_hold(ckpt, tmp_path):
     folder = tmp_path / "CKPT+a"
     folder.mkdir()

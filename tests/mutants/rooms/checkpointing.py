@@ -297,7 +297,7 @@ FAULTS = in_room(
         ),
         Fault(
             "a checkpoint file may run code",
-            "load_file",
+            "_load_from",
             "torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)",
             "torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)",
             HOOKS,

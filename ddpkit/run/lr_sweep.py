@@ -7,26 +7,23 @@ the mean over all its samples, on all ranks, with the weights before the step.
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ddpkit.base import replacing
 from ddpkit.control import usage_errors
-from ddpkit.distributed import get_rank, get_world_size, run_on_main, sum_over_ranks
-from ddpkit.errors import ConfigError, NonFiniteLossError, RunStopped
+from ddpkit.distributed import get_rank, get_world_size, sum_over_ranks
+from ddpkit.errors import ConfigError, NonFiniteLossError
+from ddpkit.run.slice_epochs import end_slice, train_until_end
 from ddpkit.training import LossMeter, one_number, sum_and_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ddpkit.launch import SlicePlan
-    from ddpkit.run.measured_slice import EpochTrainer
+    from ddpkit.run.slice_epochs import EpochTrainer
     from ddpkit.training import Window
 
 ALL_TRIED = "all tried"
@@ -90,11 +87,8 @@ def sweep_learning_rates(
 
     stages.train_step.on_gradients = on_gradients
     brain.fit_batch = fit_batch
-    brain.on_stage_end = _leave_out
     sweep.set_rate()
-    for number in itertools.count(epoch):
-        stages.train(brain, loader, number, enable_bar=False)
-    raise AssertionError("epochs have no end")
+    train_until_end(stages, brain, loader, epoch)
 
 
 class RateSetter:
@@ -221,19 +215,13 @@ class LrSweep:
         Raises:
             RunStopped: always.
         """
-        run_on_main(self._write, args=(reason,))
-        raise RunStopped(0, "slice")
-
-    def _write(self, reason: str) -> None:
-        values = {
+        result = {
             "rates": self._plan.learning_rates[: len(self._losses)],
             "losses": self._losses,
             "ended": reason,
             "world_size": get_world_size(),
         }
-        path = Path(self._plan.result)
-        with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps(values) + "\n", encoding="utf-8")
+        end_slice(self._plan, result)
 
 
 def rates_between(first: float, last: float, number: int) -> list[float]:
@@ -250,7 +238,3 @@ def rates_between(first: float, last: float, number: int) -> list[float]:
     """
     factor = last / first
     return [first * factor ** (step / (number - 1)) for step in range(number)]
-
-
-def _leave_out(*_: Any, **__: Any) -> None:
-    """Stand in for a hook that a slice does not call."""

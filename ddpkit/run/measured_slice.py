@@ -7,30 +7,28 @@ The training is the recipe's own: its data, its ``fit_batch``, its options. What
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ddpkit.base import host_name, replacing
+from ddpkit.base import host_name
 from ddpkit.control import usage_errors
 from ddpkit.distributed import exchange, get_world_size, run_on_main
-from ddpkit.errors import ConfigError, RunStopped
+from ddpkit.errors import ConfigError
 from ddpkit.launch import SlicePlan, cores, find_launch
 from ddpkit.options import OPTIONS
 from ddpkit.run.loader_rates import loader_rates, own_workers
 from ddpkit.run.output_checks import checkpoint_bytes
+from ddpkit.run.slice_epochs import end_slice, train_until_end
 from ddpkit.run.slice_result import SliceResult, named_way, percentiles
 from ddpkit.run.step_plan import sizes_in_run
 from ddpkit.step_times import EXCHANGE, PHASES, CoreWaits
 
 if TYPE_CHECKING:
-    from ddpkit.run.passes import Passes
+    from ddpkit.run.slice_epochs import EpochTrainer
     from ddpkit.training import RunContext, TrainStep
 
 #: Options that are told with the result where they are not the default.
@@ -42,27 +40,6 @@ NOTHING_MEASURED = (
 )
 MOST_STEPS = 4  # times the wanted steps, at most: in short epochs not every step is measured
 WHOLE_SLICE = 3  # of the longest time that a slice may take, warming up gets so small a part
-
-
-class EpochTrainer(Protocol):
-    """What trains the epochs of a slice: a :class:`~ddpkit.run.stage_runner.StageRunner`.
-
-    Ranks: as the loops.
-    """
-
-    context: RunContext
-    train_step: TrainStep
-    passes: Passes
-
-    def train(
-        self,
-        brain: Any,
-        loader: Any,
-        epoch: int,
-        *,
-        enable_bar: bool,
-    ) -> None:
-        """Train one epoch."""
 
 
 def measure_slice(
@@ -104,10 +81,7 @@ def measure_slice(
         return result
 
     brain.fit_batch = fit_batch
-    brain.on_stage_end = _leave_out
-    for number in itertools.count(epoch):
-        stages.train(brain, loader, number, enable_bar=False)
-    raise AssertionError("epochs have no end")
+    train_until_end(stages, brain, loader, epoch)
 
 
 def _loader_rates(loader: Any, plan: SlicePlan) -> dict[str, list[float]]:
@@ -219,14 +193,7 @@ class SliceClock:
             "core_wait": self._core_waits.share(),
         }
         ranks = exchange(own, site="slice")
-        run_on_main(self._write, args=(ranks,))
-        raise RunStopped(0, "slice")
-
-    def _write(self, ranks: list[dict[str, Any]]) -> None:
-        result = result_of(ranks, self._facts)
-        path = Path(self._plan.result)
-        with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps(result.as_dict()) + "\n", encoding="utf-8")
+        end_slice(self._plan, result_of(ranks, self._facts).as_dict())
 
 
 def _keep_taken(timer: Any) -> list[Any]:
@@ -319,7 +286,3 @@ def facts_of_run(context: RunContext, loader: Any) -> dict[str, Any]:
         "micro_batches": sizes.factor,
         "options": options.changed(in_use, among=TOLD_OPTIONS),
     }
-
-
-def _leave_out(*_: Any, **__: Any) -> None:
-    """Stand in for a hook that a slice does not call."""

@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ddpkit.base import replacing
 from ddpkit.compat import bytes_held_by, is_compiled
 from ddpkit.control import usage_errors
-from ddpkit.distributed import run_on_main
-from ddpkit.errors import ConfigError, RunStopped
+from ddpkit.errors import ConfigError
 from ddpkit.optim import parameters_of
 from ddpkit.options import RUN_OPTIONS
 from ddpkit.run.memory_lines import line_through
@@ -30,6 +26,7 @@ from ddpkit.run.memory_peaks import COUNTED, peaks_on
 from ddpkit.run.output_checks import checkpoint_bytes
 from ddpkit.run.passes import Passes
 from ddpkit.run.rehearsal_batches import RehearsalBatch, batches_to_rehearse, moves_early
+from ddpkit.run.slice_epochs import end_slice, leave_out_stage_end
 from ddpkit.run.step_plan import sizes_in_run
 from ddpkit.strategies import (
     RehearsedRun,
@@ -43,7 +40,7 @@ from ddpkit.training import FeedThrough, micro_batches
 
 if TYPE_CHECKING:
     from ddpkit.launch import SlicePlan
-    from ddpkit.run.measured_slice import EpochTrainer
+    from ddpkit.run.slice_epochs import EpochTrainer
     from ddpkit.strategies import Strategy
     from ddpkit.training import RunContext, TrainStep, Window
 
@@ -94,7 +91,7 @@ def rehearse_memory(
     with usage_errors():
         size = checkpoint_bytes(brain.checkpointer)
         rehearsal = MemoryRehearsal(plan, stages.context, stages.train_step, loader, size)
-    brain.on_stage_end = _leave_out
+    leave_out_stage_end(brain)
     stages.passes = rehearsal
     stages.train(brain, loader, epoch, enable_bar=False)
     raise AssertionError("a rehearsal ends its run")
@@ -264,16 +261,7 @@ class MemoryRehearsal(Passes):
         self,
         measured: Sequence[Mapping[str, Any]],
     ) -> NoReturn:
-        run_on_main(self._write, args=(self._result(measured),))
-        raise RunStopped(0, "slice")
-
-    def _write(
-        self,
-        values: Mapping[str, Any],
-    ) -> None:
-        path = Path(self._plan.result)
-        with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps(values) + "\n", encoding="utf-8")
+        end_slice(self._plan, self._result(measured))
 
     def _result(
         self,
@@ -448,10 +436,3 @@ def _choose(
     row = RUN_OPTIONS[name]
     otherwise = processes if row.type is int else True
     options.update({name: value or otherwise})
-
-
-def _leave_out(
-    *_: Any,
-    **__: Any,
-) -> None:
-    """Stand in for a hook that a slice does not call."""

@@ -43,7 +43,13 @@ from ddpkit.errors import (
 from ddpkit.launch import PARITY, find_launch, find_slice
 from ddpkit.logger import close_logging, get_logger, setup_logging, shown_path
 from ddpkit.object_store import is_url
-from ddpkit.recipe_yaml import check_references, named_module_files, read_document, with_overrides
+from ddpkit.recipe_yaml import (
+    check_references,
+    named_module_files,
+    override_values,
+    read_document,
+    with_overrides,
+)
 from ddpkit.reporting import (
     close_torn_line,
     end_before,
@@ -164,8 +170,9 @@ def create_experiment_directory(
     if not if_main_process():
         setup_logging(log_config, log_file=log_file)
     _log_what_ends_this()
-    set_run_log(folder / f"metrics{suffix}.jsonl")
-    _record_start(folder / f"metrics{suffix}.jsonl", options, hyperparams_to_save, script)
+    log = folder / f"metrics{suffix}.jsonl"
+    set_run_log(log)
+    _record_start(log, options, hyperparams_to_save, overrides, script)
     seed = global_seed()
     shown = shown_path(folder) if is_url(shown_path(folder)) else f"{folder}"
     logger.info("Experiment folder: %s%s", shown, "" if seed is None else f" (seed {seed})")
@@ -442,6 +449,7 @@ def _record_start(
     log: Path,
     options: RunOptions,
     hyperparams: str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any] | str | None,
     script: Path | None,
 ) -> None:
     """Write the event ``start``; the main process alone looks at what it is about."""
@@ -459,10 +467,29 @@ def _record_start(
         "pid": os.getpid(),
         "process_start": process_start(),
         "options": options.changed(),
-        "yaml": None if hyperparams is None else file_identity(hyperparams),
+        **_facts_of_recipe(hyperparams, overrides, script),
         "environment": environment_facts(script.parent if script else Path.cwd()),
     }
     run_event("start", **facts, **before)
+
+
+def _facts_of_recipe(
+    hyperparams: str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any] | str | None,
+    script: Path | None,
+) -> dict[str, Any]:
+    """Return what tells one recipe from another: its YAML, what replaces values of it, and its
+    script.
+    """
+    try:
+        replaced: dict[str, str] | None = override_values(overrides)
+    except ConfigError:  # whoever loads the YAML says what is wrong in them
+        replaced = None
+    return {
+        "yaml": None if hyperparams is None else file_identity(hyperparams),
+        "overrides": replaced,
+        "script": None if script is None else file_identity(script),
+    }
 
 
 # ------------------------------------------------------------------------------- log and exceptions

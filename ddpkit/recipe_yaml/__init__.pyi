@@ -20,6 +20,9 @@ from ddpkit.recipe_yaml.references import (
     target as target,
     whole_reference as whole_reference,
 )
+from ddpkit.recipe_yaml.replaced_values import (
+    override_values as override_values,
+)
 from ddpkit.recipe_yaml.scratch_output import (
     output_folder_of as output_folder_of,
     with_output_folder as with_output_folder,

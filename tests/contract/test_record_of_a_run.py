@@ -117,15 +117,19 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 def test_what_the_start_says_of_options_yaml_and_environment(tmp_path, monkeypatch):
     yaml = tmp_path / "hparams.yaml"
     yaml.write_text("max_grad_norm: 1.0\nlr: 0.1\n")
-    monkeypatch.setattr(sys, "argv", ["train.py", str(yaml), "--precision=bf16"])
-    parse_arguments()
-    begin(tmp_path / "out", yaml)
+    words = ["train.py", str(yaml), "--precision=bf16", "--lr=0.2"]
+    monkeypatch.setattr(sys, "argv", words)
+    _, _, overrides = parse_arguments()
+    begin(tmp_path / "out", yaml, overrides)
     start = events_of(tmp_path / "out")[0]
     assert start["options"] == {"max_grad_norm": 1.0, "precision": "bf16"}
     assert start["yaml"] == {
         "path": str(yaml),
         "sha256": hashlib.sha256(yaml.read_bytes()).hexdigest(),
     }
+    assert start["overrides"] == {"lr": "0.2"}
+    script = start["script"]
+    assert script["sha256"] == hashlib.sha256(Path(script["path"]).read_bytes()).hexdigest()
     environment = start["environment"]
     assert environment["torch"] == torch.__version__
     assert environment["python"] == sys.version.split()[0]

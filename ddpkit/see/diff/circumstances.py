@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.options import NUMBERS, OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ddpkit.see.diff.hashed_run import HashedRun
 
@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 NO_EQUAL_BITS = "no equal bits can be expected"
 OTHER_TRAINING = "it changes the numbers of a training"
 MAY_MATTER = "it may matter"
+SCRIPT = "SHA-256 of the script"
 _NUMBERS = frozenset(
     option.name
     for option in OPTIONS
     if option.changes_numbers or (option.changes_numbers is None and option.group in NUMBERS)
 )
 _OF_START = ("python", "numpy", "ddpkit")
-# They are told by what they change.
+# They change no number of a step.
 _NOT_TOLD = frozenset({"hash_every", "measure_steps", "noprogressbar", "debug_persistently"})
+_FACTOR = "grad_accumulation_factor"
+#: The key of a YAML that says where a run is, and not what it is.
+_PLACE = "output_folder"
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,32 @@ class Circumstance:
     meaning: str
 
 
-def circumstances(one: HashedRun, other: HashedRun) -> list[Circumstance]:
+def circumstances(
+    one: HashedRun,
+    other: HashedRun,
+    steps: Iterable[int],
+) -> list[Circumstance]:
     """Return what differs between two runs besides what they have computed; what matters most comes
     first.
+
+    Args:
+        one: of the runs.
+        other: likewise.
+        steps: optimizer steps that both have recorded, up to the first that differs.
+
+    Ranks: local.
+    """
+    return [
+        *_labels(one, other, steps),
+        *_processes(one, other),
+        *_options(one, other),
+        *_overrides(one, other),
+        *_files(one, other),
+    ]
+
+
+def unknown_circumstances(one: HashedRun, other: HashedRun) -> list[str]:
+    """Return the events that the log of one of two runs lacks, whose contents are not compared.
 
     Args:
         one: of the runs.
@@ -53,12 +80,12 @@ def circumstances(one: HashedRun, other: HashedRun) -> list[Circumstance]:
 
     Ranks: local.
     """
-    return [
-        *_labels(one, other),
-        *_processes(one, other),
-        *_options(one, other),
-        *_files(one, other),
-    ]
+    found = []
+    if bool(one.fit) != bool(other.fit):
+        found.append("fit")
+    if bool(one.start) != bool(other.start):
+        found.append("start")
+    return found
 
 
 def _differences(
@@ -75,18 +102,25 @@ def _differences(
     return found
 
 
-def _labels(one: HashedRun, other: HashedRun) -> list[Circumstance]:
-    return _differences(_last_labels(one), _last_labels(other), NO_EQUAL_BITS)
-
-
-def _last_labels(run: HashedRun) -> Mapping[str, Any]:
-    last = max(run.steps)
-    labels: Mapping[str, Any] = run.steps[last].get("labels", {})
-    return labels
+def _labels(
+    one: HashedRun,
+    other: HashedRun,
+    steps: Iterable[int],
+) -> list[Circumstance]:
+    """Return labels that differ in a step. A run may have gone on on another machine since."""
+    found: dict[str, Circumstance] = {}
+    for step in steps:
+        records = one.steps[step], other.steps[step]
+        ones, others = (record.get("labels", {}) for record in records)
+        for row in _differences(ones, others, NO_EQUAL_BITS):
+            found.setdefault(row.name, row)
+    return list(found.values())
 
 
 def _processes(one: HashedRun, other: HashedRun) -> list[Circumstance]:
     """Return the number of processes, unless both runs promise the same bits on any."""
+    if not (one.fit and other.fit):
+        return []
     numbers = one.fit.get("world_size"), other.fit.get("world_size")
     if numbers[0] == numbers[1] or (_has_same_bits(one) and _has_same_bits(other)):
         return []
@@ -99,11 +133,21 @@ def _has_same_bits(run: HashedRun) -> bool:
 
 
 def _options_of(run: HashedRun) -> dict[str, Any]:
-    found = run.fit.get("options") or run.start.get("options") or {}
-    return dict(found)
+    """Return the options of a run that are not their defaults."""
+    found = dict(run.fit.get("options") or {})
+    # Among the options it is that of a process, which may follow from their number.
+    factor = run.fit.get(_FACTOR)
+    if factor is None:
+        return found
+    found.pop(_FACTOR, None)
+    if factor > 1:
+        found[_FACTOR] = factor
+    return found
 
 
 def _options(one: HashedRun, other: HashedRun) -> list[Circumstance]:
+    if not one.fit or not other.fit:
+        return []
     found = []
     for difference in _differences(_options_of(one), _options_of(other), MAY_MATTER, "--"):
         name = difference.name.removeprefix("--")
@@ -114,9 +158,27 @@ def _options(one: HashedRun, other: HashedRun) -> list[Circumstance]:
     return sorted(found, key=lambda row: row.meaning != OTHER_TRAINING)
 
 
+def _overrides(one: HashedRun, other: HashedRun) -> list[Circumstance]:
+    """Return what either run has put in the place of values of its YAML, where that differs."""
+    values = []
+    for run in (one, other):
+        given = run.start.get("overrides")
+        if given is None:  # an earlier ddpkit has recorded none
+            return []
+        named = dict(given)
+        named.pop(_PLACE, None)
+        values.append(named)
+    return _differences(values[0], values[1], MAY_MATTER, "--")
+
+
 def _files(one: HashedRun, other: HashedRun) -> list[Circumstance]:
-    """Return versions, the recipe's commit and its YAML, where they differ."""
-    return _differences(_facts(one), _facts(other), MAY_MATTER)
+    """Return versions, the recipe's commit, its script and its YAML, where they differ."""
+    if not one.start or not other.start:
+        return []
+    found = _differences(_facts(one), _facts(other), MAY_MATTER)
+    if "script" in one.start and "script" in other.start:
+        return found
+    return [row for row in found if row.name != SCRIPT]  # likewise
 
 
 def _facts(run: HashedRun) -> dict[str, Any]:
@@ -129,4 +191,6 @@ def _facts(run: HashedRun) -> dict[str, Any]:
     found["files changed since"] = git.get("dirty")
     yaml = run.start.get("yaml") or {}
     found["SHA-256 of the YAML"] = yaml.get("sha256")
+    script = run.start.get("script") or {}
+    found[SCRIPT] = script.get("sha256")
     return found

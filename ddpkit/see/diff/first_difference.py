@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
-from ddpkit.see.diff.circumstances import circumstances
+from ddpkit.see.diff.circumstances import circumstances, unknown_circumstances
 from ddpkit.see.diff.hashed_run import FIELDS, differing, not_compared
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class Comparison:
             "not_compared": self.not_compared,
             "modules": self.modules,
             "besides": rows,
+            "unknown": unknown_circumstances(*self.runs),
             "problems": [run.problems for run in self.runs],
         }
 
@@ -111,12 +112,12 @@ def compare(one: HashedRun, other: HashedRun) -> Comparison:
                 _some(other),
             )
         )
-    besides = circumstances(one, other)
     before = None
     for step in common:
         records = one.steps[step], other.steps[step]
         differ = differing(*records)
         if differ:
+            compared = [number for number in common if number <= step]
             return Comparison(
                 (one, other),
                 common,
@@ -124,10 +125,10 @@ def compare(one: HashedRun, other: HashedRun) -> Comparison:
                 before,
                 differ,
                 _modules(*records),
-                besides,
+                circumstances(one, other, compared),
             )
         before = step
-    return Comparison((one, other), common, besides=besides)
+    return Comparison((one, other), common, besides=circumstances(one, other, common))
 
 
 def _modules(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddpkit.see.diff.circumstances import NO_EQUAL_BITS, OTHER_TRAINING
+from ddpkit.see.diff.circumstances import (
+    NO_EQUAL_BITS,
+    OTHER_TRAINING,
+    unknown_circumstances,
+)
 from ddpkit.see.diff.first_difference import BY_MODULE, equal_fields
 from ddpkit.see.diff.hashed_run import FIELDS
 
@@ -76,6 +80,16 @@ NOT_EXACT = (
     "itself tell what of it was first."
 )
 AGAIN = "To see each step, add --replay, which runs both again with --hash_every=1 from here:"
+ALIKE = (
+    "Labels, options, overrides, the files of the recipe and versions of the two runs are the same."
+)
+ALIKE_BEFORE = "Labels, options and versions of the two runs are the same."
+NOT_GIVEN = "not given"
+NO_EVENT = "Not compared: {1}. The log of one run has no event {0!r}."
+LACKING = {
+    "fit": "options and the number of processes",
+    "start": "overrides, files of the recipe and versions",
+}
 FROM_START = "{}: from the beginning, as it has no checkpoint before step {}"
 FROM_CHECKPOINT = "{}: from {} (step {})"
 
@@ -191,12 +205,17 @@ def _starts(comparison: Comparison, step: int) -> list[str]:
 
 def _besides(comparison: Comparison) -> list[str]:
     rows = comparison.besides
+    unknown = unknown_circumstances(*comparison.runs)
+    lines = [""]
+    lines += [NO_EVENT.format(event, LACKING[event]) for event in unknown]
     if not rows:
-        return ["", "Labels, options and versions of the two runs are the same."]
+        # what is unknown is not the same
+        return lines if unknown else ["", _alike(comparison)]
     meanings = {row.meaning for row in rows}
-    lines = ["", "Besides, these differ:"]
+    lines.append("Besides, these differ:")
     for row in rows:
-        one, other = map(_short, row.values)
+        nothing = NOT_GIVEN if row.name.startswith("--") else str(None)
+        one, other = (_short(value, nothing) for value in row.values)
         lines.append(f"  {row.name}: {one} and {other} ({row.meaning})")
     if comparison.step is not None and NO_EQUAL_BITS in meanings:
         lines.append("So the two runs cannot be expected to be equal.")
@@ -205,6 +224,12 @@ def _besides(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _short(value: Any) -> str:
-    text = str(value)
+def _alike(comparison: Comparison) -> str:
+    """Say what is the same; records of an earlier ddpkit have neither overrides nor script."""
+    starts = [run.start for run in comparison.runs]
+    return ALIKE if all("overrides" in start for start in starts) else ALIKE_BEFORE
+
+
+def _short(value: Any, nothing: str) -> str:
+    text = nothing if value is None else str(value)
     return f"{text[:SHOWN]}..." if len(text) > LONGEST else text

@@ -57,7 +57,7 @@ def test_labels_and_options_that_forbid_equal_bits_are_told(plain, tmp_path):
     assert "and 1.0 (no equal bits can be expected)" in text
     assert "So the two runs cannot be expected to be equal." in text
     text, _ = lines_of(plain, train(tmp_path / "c", max_grad_norm=0.25))
-    assert "--max_grad_norm: None and 0.25 (it changes the numbers of a training)" in text
+    assert "--max_grad_norm: not given and 0.25 (it changes the numbers of a training)" in text
     assert "So the two runs are two different trainings." in text
 
 
@@ -198,3 +198,70 @@ def test_a_record_of_a_newer_version_is_not_taken_for_a_changed_one(plain, tmp_p
     text, _ = lines_of(plain, changed(plain, tmp_path / "a", step=3, version=99))
     assert "B: the record of step 3 was written by a newer version of ddpkit" in text
     assert "was changed after the run" not in text
+
+
+def with_start(run, folder, **fields):
+    """Write a run's log with an event of its start, as a recipe with a folder has one."""
+    start = {
+        "event": "start",
+        "options": {},
+        "yaml": {"sha256": "1"},
+        "overrides": {"output_folder": str(folder)},
+        "script": {"sha256": "1"},
+    }
+    return written([start | fields, *events_of(run)], folder)
+
+
+def test_other_overrides_and_another_script_are_told(plain, tmp_path):
+    one = with_start(plain, tmp_path / "a")
+    text, _ = lines_of(one, with_start(plain, tmp_path / "b"))
+    assert "Labels, options, overrides, the files of the recipe and versions of the two" in text
+    other = with_start(
+        plain,
+        tmp_path / "c",
+        overrides={"lr": "0.02"},
+        script={"sha256": "2"},
+    )
+    text, _ = lines_of(one, other)
+    assert "  --lr: not given and 0.02 (it may matter)" in text
+    assert "  SHA-256 of the script: 1 and 2 (it may matter)" in text
+    assert "output_folder" not in text
+    assert "the same" not in text
+
+
+def test_what_an_earlier_version_has_not_recorded_is_not_taken_for_a_difference(plain, tmp_path):
+    one = with_start(plain, tmp_path / "a")
+    events = events_of(one)
+    for name in ("overrides", "script"):
+        del events[0][name]
+    text, _ = lines_of(one, written(events, tmp_path / "b"))
+    assert "Labels, options and versions of the two runs are the same." in text
+
+
+def test_a_log_without_its_start_is_not_taken_for_another_training(plain, tmp_path):
+    one = with_start(plain, tmp_path / "a")
+    events = [event for event in events_of(one) if event["event"] == "hash"]
+    text, _ = lines_of(one, written(events, tmp_path / "b"))
+    assert "Not compared: options and the number of processes. The log of one run has no" in text
+    assert "Not compared: overrides, files of the recipe and versions." in text
+    assert "None" not in text
+
+
+def test_a_factor_that_follows_from_the_number_of_processes_is_no_other_option(plain, tmp_path):
+    logs = []
+    for factor in (4, 2):  # four virtual ranks on one process, and on two
+        events = [
+            {**event, "options": {"grad_accumulation_factor": factor}}
+            if event["event"] == "fit"
+            else event
+            for event in events_of(plain)
+        ]
+        logs.append(written(events, tmp_path / f"{factor}"))
+    assert "--grad_accumulation_factor" not in lines_of(*logs)[0]
+
+
+def test_labels_of_a_run_that_went_on_elsewhere_are_those_of_the_step(plain, tmp_path):
+    other = train(tmp_path / "a", Planted("dropout", 3))
+    elsewhere = changed(other, tmp_path / "b", step=3, labels={"torch": "1.0"})
+    text, _ = lines_of(plain, elsewhere)
+    assert "and 1.0 (no equal bits can be expected)" in text

@@ -7,6 +7,7 @@ sum.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -106,11 +107,7 @@ def exchange_tensor(own: torch.Tensor, group: Any = None) -> Callable[[], torch.
     )
 
     def wait() -> torch.Tensor:
-        watch = WAITS.watch
-        before = None if watch is None else watch.begin_wait()
-        work.wait()
-        if watch is not None:
-            watch.end_wait(before)
+        _await(work)
         return received
 
     return wait
@@ -137,15 +134,17 @@ def start_sum(total: torch.Tensor, group: Any = None) -> Callable[[], object]:
     """
     if not is_exchanged([total], group):
         work: Any = dist.all_reduce(total, group=group, async_op=True)
-
-        def wait() -> None:  # its frame tells that this rank waits
-            watch = WAITS.watch
-            before = None if watch is None else watch.begin_wait()
-            work.wait()
-            if watch is not None:
-                watch.end_wait(before)
-
-        return wait
+        return functools.partial(_await, work)
     flat = total.view(-1)
     other = exchange_tensor(flat, group)
     return lambda: flat.add_(other())
+
+
+@waits_for_ranks
+def _await(work: Any) -> None:
+    """Wait for a collective, as a stopwatch is told; the frame says that this rank waits."""
+    watch = WAITS.watch
+    before = None if watch is None else watch.begin_wait()
+    work.wait()
+    if watch is not None:
+        watch.end_wait(before)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ddpkit.base.position import POSITION
 from ddpkit.base.processes import this_place
+from ddpkit.base.rank_status import name_of_rank
 from ddpkit.base.user_frames import line_of
 
 LONGEST_REASON = 4000
@@ -105,11 +106,7 @@ class Reason:
 
     def who(self) -> str:
         """Return ``"rank 1 (node7, pid 4711)"``."""
-        return (
-            f"rank {self.rank} ({self.host}, pid {self.pid})"
-            if self.host
-            else (f"rank {self.rank}")
-        )
+        return name_of_rank(self.rank, self.host, self.pid)
 
     def summary(self) -> str:
         """Return one line."""

@@ -6,6 +6,27 @@ import json
 from dataclasses import dataclass
 
 
+def name_of_rank(
+    rank: int,
+    host: str,
+    pid: int,
+) -> str:
+    """Return what messages call a rank.
+
+    Args:
+        rank: its number.
+        host: name of its machine; empty: unknown, and so is its process.
+        pid: its process.
+
+    Ranks: local.
+
+    Example:
+        >>> name_of_rank(2, "node7", 4711), name_of_rank(2, "", 0)
+        ('rank 2 (node7, pid 4711)', 'rank 2')
+    """
+    return f"rank {rank} ({host}, pid {pid})" if host else f"rank {rank}"
+
+
 @dataclass(eq=False)
 class RankStatus:
     """Where one rank is.
@@ -60,11 +81,7 @@ class RankStatus:
 
     def name(self) -> str:
         """Return ``"rank 2 (host, pid 4711)"``."""
-        return (
-            f"rank {self.rank} ({self.host}, pid {self.pid})"
-            if self.host
-            else (f"rank {self.rank}")
-        )
+        return name_of_rank(self.rank, self.host, self.pid)
 
     def place(self) -> str:
         """Return ``"in TRAIN of epoch 3 at step 1204"``, what comes before the first stage, or

@@ -48,6 +48,10 @@ DOES_NOT_FIT = (
     "the checkpoint, or changes what is recovered of it. The chain goes on; the records after it "
     "are of another training."
 )
+TOO_RARE = (
+    "hash_every=%d is more than the %d optimizer steps up to the end of this fit, so that none of "
+    "them has a record. A smaller N gives some."
+)
 IN_WORDS = {
     "weights": "the weights",
     "optimizer": "the optimizers' states",
@@ -117,6 +121,7 @@ class HashChain(OwnPart):
 
     def on_fit_start(self, brain: Any) -> None:
         """Compare what was recovered with the chain, where the two are of the same step."""
+        self._warn_if_too_rare(brain)
         step = brain.optimizer_step
         last = self._last
         if not last["step"]:
@@ -136,6 +141,15 @@ class HashChain(OwnPart):
                 differ.append(IN_WORDS[name])
         if differ:
             logger.warning(DOES_NOT_FIT, " and ".join(differ), step)
+
+    def _warn_if_too_rare(self, brain: Any) -> None:
+        """Warn of a training that is too short for a record."""
+        total = brain.total_steps
+        if total is None:
+            return
+        last = brain.optimizer_step + total  # or earlier, if the run goes on
+        if last < self.every:
+            logger.warning(TOO_RARE, self.every, last)
 
     def _moving_between_steps(self) -> set[str]:
         """Return which states may be others at a save than after the step before it."""

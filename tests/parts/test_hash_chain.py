@@ -322,6 +322,13 @@ def test_several_steps_of_a_window_are_one_record(log):
     assert steps(log()) == [2, 4, 6]
 
 
+def test_a_fit_that_is_too_short_for_a_record_is_told(log, caplog):
+    for every in (len(DATA) + 1, 1):
+        make(hash_every=every).fit([1], DATA, train_loader_kwargs={"batch_size": 1})
+    words = f"is more than the {len(DATA)} optimizer steps up to the end of this fit"
+    assert caplog.text.count(words) == 1
+
+
 def test_digests_know_dtype_shape_and_each_bit():
     one = torch.arange(6.0).reshape(2, 3)
     flipped = one.clone()

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ddpkit.see.diff.replay import Replay
 
 
+SAME_LOG = "it is the very log that A is, which tells nothing"
+NOTHING_TO_REPLAY = "No step differs, so there is nothing to make again."
+
+
 def run_diff(
     runs: Sequence[str],
     say: Callable[[str], object],
@@ -45,12 +49,16 @@ def run_diff(
     """
     files = find_runs(runs)
     one, other = map(read_hashes, files)
+    if files[0].metrics.samefile(files[1].metrics):
+        other.notes.append(SAME_LOG)
     comparison = compare(one, other)
     replayed = None
-    if tell is not None and comparison.step is not None:
+    if tell is not None and comparison.step is None:
+        tell(NOTHING_TO_REPLAY)
+    elif tell is not None:
         from ddpkit.see.diff.replay import replay  # loads torch
 
-        replayed = replay(comparison, files, tell)
+        replayed = replay(comparison, tell)
     if as_json:
         again = {} if replayed is None else {"replay": replayed.plain()}
         say(json.dumps({**comparison.plain(), **again}, indent=2))

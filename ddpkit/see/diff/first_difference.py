@@ -87,6 +87,7 @@ class Comparison:
             "besides": rows,
             "unknown": unknown_circumstances(*self.runs),
             "problems": [run.problems for run in self.runs],
+            "notes": [run.notes for run in self.runs],
         }
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ddpkit.errors import ConfigError
+from ddpkit.object_store import is_url
 from ddpkit.parts import CHAIN_VERSION, chained
 from ddpkit.see.report.records import Record, Unread, read_records
 from ddpkit.see.report.run_files import RunFiles
 
-NO_HASHES = (
-    "RUN={!r} has no record of hashes: it was run without --hash_every. Run it with "
-    "--hash_every=1, or with the N of the other run."
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+NO_HASHES = "{!r} has no record of hashes: {}. {}"
+NOT_ASKED = "the run was started without --hash_every"
+TOO_RARE = "the run was started with --hash_every={}, and has made fewer optimizer steps"
+NOT_BEGUN = "no training has begun in it"
+RUN_AGAIN = "Run it with --hash_every=1, or with the N of the other run."
+NOT_WRITTEN = (
+    "{!r} has an event {!r} that ddpkit has not written: {}. Without its line the rest is compared."
 )
+UNREAD = "{} of its log cannot be read, and {} left out"
 CHANGED = "the record of step {} does not fit to its own chain: it was changed after the run"
 NEWER = (
     "the record of step {} was written by a newer version of ddpkit, and its chain cannot be "
@@ -34,6 +44,30 @@ FIELDS = (
 )
 #: What records have only from a version on; those without a version are of 1.
 SINCE = {"average": 2, "schedule": 2}
+#: Of what kind fields of events are, where they are there. More is not read.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "hash": {
+        "step": int,
+        "version": int,
+        "previous": str,
+        "chain": str,
+        "modules": dict,
+        "labels": dict,
+    },
+    "fit": {
+        "options": dict,
+        "world_size": int,
+        "grad_accumulation_factor": int,
+        "resumed_from": dict | None,
+    },
+    "start": {
+        "options": dict,
+        "environment": dict | None,
+        "yaml": dict | None,
+        "script": dict | None,
+        "overrides": dict | None,
+    },
+}
 
 
 @dataclass
@@ -49,6 +83,8 @@ class HashedRun:
             another run, too, from which this one has gone on.
         begins_anew: whether its first call of ``fit`` went on from nothing.
         problems: what does not fit in its records, in words.
+        notes: what else is said of it.
+        folder: where it is now; None: not known.
 
     Ranks: local.
 
@@ -64,6 +100,8 @@ class HashedRun:
     checkpoints: dict[int, str] = field(default_factory=dict)
     begins_anew: bool = True
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    folder: Path | None = None
     _chains: set[str] = field(default_factory=set)
 
     def add(self, record: Record) -> None:
@@ -73,6 +111,7 @@ class HashedRun:
             record: of the run's log, in their order.
         """
         kind = record["event"]
+        _require_kinds(record, KINDS.get(kind, {}))
         if kind == "start":
             self.start = record
         elif kind == "fit":
@@ -109,18 +148,38 @@ class HashedRun:
                 self.problems.append(OTHERWISE.format(step, " and ".join(differ)))
         self.steps[step] = record
 
-    def checkpoint_before(self, step: int) -> tuple[int, str] | None:
-        """Return the newest checkpoint from which a run makes a step again: the optimizer step at
-        which it was saved, and its directory; None where that is the beginning.
+    def checkpoints_up_to(self, step: int) -> Iterator[tuple[int, Path]]:
+        """Yield the checkpoints that are still there of a step and of those before it, the newest
+        first: the optimizer step at which each was saved, and its directory.
 
         Args:
             step: number of an optimizer step.
         """
-        earlier = [number for number in self.checkpoints if number < step]
-        if not earlier:
+        for saved_at in sorted(self.checkpoints, reverse=True):
+            if saved_at > step:
+                continue
+            folder = self._directory(self.checkpoints[saved_at])
+            if folder is not None:
+                yield saved_at, folder
+
+    def _directory(self, path: str) -> Path | None:
+        """Return where a checkpoint is: where it was saved, or in the run's folder if that was
+        moved; None: it is no more.
+        """
+        if not is_url(path) and Path(path).is_dir():
+            return Path(path)
+        if self.folder is None:
             return None
-        newest = max(earlier)
-        return newest, self.checkpoints[newest]
+        # The folder may have been copied from another machine, or down from a store.
+        name = path.rstrip("/").rpartition("/")[2]
+        found = sorted(self.folder.glob(f"**/{name}"))
+        return found[0] if found else None
+
+
+def _require_kinds(record: Record, kinds: Mapping[str, Any]) -> None:
+    for name, kind in kinds.items():
+        if name in record and not isinstance(record[name], kind):
+            raise TypeError(f"{name} is {record[name]!r}")
 
 
 def version_of(record: Record) -> int:
@@ -178,16 +237,32 @@ def read_hashes(files: RunFiles) -> HashedRun:
 
     Ranks: local.
     """
-    run = HashedRun(files.label)
-    for record in read_records(files.metrics, Unread()):
+    run = HashedRun(files.label, folder=files.folder)
+    unread = Unread()
+    for record in read_records(files.metrics, unread):
         try:
             run.add(record)
         except (KeyError, TypeError) as error:
-            kind: Any = record["event"]
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"{str(files.metrics)!r} has an event {kind!r} that ddpkit has not written: "
-                f"{type(error).__name__}: {error}."
+                NOT_WRITTEN.format(
+                    str(files.metrics),
+                    record["event"],
+                    reason,
+                )
             ) from error
+    if unread.lines:
+        is_one = unread.lines == 1
+        words = ("1 line", "is") if is_one else (f"{unread.lines} lines", "are")
+        run.notes.append(UNREAD.format(*words))
     if not run.steps:
-        raise ConfigError(NO_HASHES.format(str(files.folder)))
+        raise ConfigError(NO_HASHES.format(str(files.metrics), _why_none(run), RUN_AGAIN))
     return run
+
+
+def _why_none(run: HashedRun) -> str:
+    """Say why a run has no records."""
+    if not run.fit:
+        return NOT_BEGUN
+    every = run.fit.get("options", {}).get("hash_every")
+    return TOO_RARE.format(every) if every else NOT_ASKED

@@ -32,7 +32,7 @@ BY_HAND = (
     "Start the recipe by hand in a copy of the run's folder, with --hash_every=1 and from the "
     "checkpoint that `diff` names, and compare the two copies."
 )
-CHANGED_YAML = "{} is not as it was when the run was started"
+CHANGED = "{} is not as it was when the run was started"
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,11 @@ def _options(run: HashedRun) -> dict[str, Any]:
 
 
 def _notes(run: HashedRun) -> list[str]:
-    yaml = run.start.get("yaml") or {}
-    path = yaml.get("path")
-    if path is None or file_identity(path)["sha256"] == yaml.get("sha256"):
-        return []
-    return [CHANGED_YAML.format(path)]
+    """Name the files of the recipe that have changed since."""
+    found = []
+    for name in ("script", "yaml"):
+        file = run.start.get(name) or {}
+        path = file.get("path")
+        if path is not None and file_identity(path)["sha256"] != file.get("sha256"):
+            found.append(CHANGED.format(path))
+    return found

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ddpkit.checkpointing import verify
 from ddpkit.errors import ConfigError
 from ddpkit.launch import SlicePlan
-from ddpkit.object_store import is_url
 from ddpkit.see.diff.first_difference import compare
 from ddpkit.see.diff.hashed_run import differing, read_hashes
 from ddpkit.see.diff.recorded_start import BY_HAND, recorded_start
@@ -27,7 +26,7 @@ from ddpkit.see.scale.rounds import scratch_folder
 from ddpkit.see.scale.slice_process import run_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ddpkit.see.diff.first_difference import Comparison
     from ddpkit.see.diff.hashed_run import HashedRun
@@ -96,16 +95,11 @@ class Replay:
         }
 
 
-def replay(
-    comparison: Comparison,
-    files: Sequence[RunFiles],
-    tell: Callable[[str], object],
-) -> Replay:
+def replay(comparison: Comparison, tell: Callable[[str], object]) -> Replay:
     """Make the steps again in which two runs part, and compare what comes of them.
 
     Args:
         comparison: of the two runs, which differ.
-        files: of both.
         tell: is told what is done.
 
     Raises:
@@ -119,9 +113,9 @@ def replay(
     last = comparison.step
     # All that may be missing is told before anything runs: the first replay may take an hour.
     begins = []
-    for run, its_files in zip(comparison.runs, files, strict=True):
+    for run in comparison.runs:
         start = recorded_start(run)
-        begins.append((start, *_source(run, its_files, comparison.equal_before or 0)))
+        begins.append((start, *_source(run, comparison.equal_before or 0)))
     replayed = []
     with ended_in_order():
         for run, (start, after, source) in zip(comparison.runs, begins, strict=True):
@@ -168,34 +162,15 @@ def _plan(
     return plan
 
 
-def _source(
-    run: HashedRun,
-    files: RunFiles,
-    equal_before: int,
-) -> tuple[int, Path | None]:
+def _source(run: HashedRun, equal_before: int) -> tuple[int, Path | None]:
     """Return the step to go on from, and the checkpoint; None: the beginning."""
-    for step in sorted(run.checkpoints, reverse=True):
-        # one of later on may have the difference in it
-        if step > equal_before:
-            continue
-        folder = _folder_of(run.checkpoints[step], files)
-        if folder is not None and not verify(folder):
+    # one of later on may have the difference in it
+    for step, folder in run.checkpoints_up_to(equal_before):
+        if not verify(folder):
             return step, folder
     if not run.begins_anew:
         raise ConfigError(NO_START.format(run.label, equal_before + 1, BY_HAND))
     return 0, None
-
-
-def _folder_of(path: str, files: RunFiles) -> Path | None:
-    """Return where a checkpoint is: where it was saved, or in the run's folder if that was moved;
-    None: it is no more.
-    """
-    if not is_url(path) and Path(path).is_dir():
-        return Path(path)
-    # The folder may have been copied from another machine, or down from a store.
-    name = path.rstrip("/").rpartition("/")[2]
-    found = sorted(files.folder.glob(f"**/{name}"))
-    return found[0] if found else None
 
 
 def _held_against(

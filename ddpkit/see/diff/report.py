@@ -90,7 +90,8 @@ LACKING = {
     "fit": "options and the number of processes",
     "start": "overrides, files of the recipe and versions",
 }
-FROM_START = "{}: from the beginning, as it has no checkpoint before step {}"
+FROM_BEGINNING = "{}: from the beginning"
+FROM_START = "{}: from the beginning, as no checkpoint of step {} or before it is there"
 FROM_CHECKPOINT = "{}: from {} (step {})"
 
 
@@ -105,7 +106,7 @@ def lines_of(comparison: Comparison) -> list[str]:
     one, other = comparison.runs
     lines = [f"A: {one.label}", f"B: {other.label}"]
     for name, run in (("A", one), ("B", other)):
-        lines += [f"{name}: {problem}." for problem in run.problems]
+        lines += [f"{name}: {words}." for words in [*run.problems, *run.notes]]
     lines.append("")
     if comparison.step is None:
         lines += _equal(comparison)
@@ -137,7 +138,7 @@ def _too_old(comparison: Comparison) -> list[str]:
 def _different(comparison: Comparison, step: int) -> list[str]:
     lines = difference_lines(comparison, step)
     if not comparison.is_exact:
-        lines += ["", AGAIN, *_starts(comparison, step)]
+        lines += ["", AGAIN, *_starts(comparison)]
     return lines
 
 
@@ -190,15 +191,19 @@ def _detail(comparison: Comparison, name: str) -> str:
     return f": {shown}" if shown else ""
 
 
-def _starts(comparison: Comparison, step: int) -> list[str]:
+def _starts(comparison: Comparison) -> list[str]:
+    """Say from where each run would make the steps again."""
+    equal = comparison.equal_before
     lines = []
     for name, run in zip("AB", comparison.runs, strict=True):
-        found = run.checkpoint_before(comparison.equal_before or step)
-        if found is None:
-            words = FROM_START.format(name, step)
+        found = next(run.checkpoints_up_to(equal or 0), None)
+        if found is not None:
+            step, path = found
+            words = FROM_CHECKPOINT.format(name, path, step)
+        elif equal is None:
+            words = FROM_BEGINNING.format(name)
         else:
-            number, path = found
-            words = FROM_CHECKPOINT.format(name, path, number)
+            words = FROM_START.format(name, equal)
         lines.append(f"  {words}")
     return lines
 

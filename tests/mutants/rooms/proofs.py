@@ -67,14 +67,14 @@ REPLAYS = in_room(
         Fault(
             "a replay goes on from a checkpoint that has the difference in it",
             "_source",
-            "step > equal_before",
-            "False",
+            "run.checkpoints_up_to(equal_before)",
+            "run.checkpoints_up_to(10**9)",
         ),
         Fault(
             "a replay goes on from a damaged checkpoint",
             "_source",
-            "folder is not None and not verify(folder)",
-            "folder is not None",
+            "not verify(folder)",
+            "True",
         ),
         Fault(
             "a replay has records of the steps that the run had recorded",

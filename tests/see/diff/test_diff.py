@@ -104,14 +104,23 @@ def test_a_run_that_ended_earlier_is_equal_so_far_and_the_other_has_more(plain, 
 
 def test_records_that_are_rare_say_between_which_steps_and_from_where_to_look(plain, tmp_path):
     rare = train(tmp_path / "a", Planted("dropout", 6), hash_every=4)
-    saved = {"event": "checkpoint", "path": "save/CKPT+1", "optimizer_step": 3}
-    text, status = lines_of(written([saved, *events_of(plain)], tmp_path / "b"), rare)
+    saved = [  # the one of step 4 was deleted, and that of step 6 has the difference in it
+        {"event": "checkpoint", "path": f"elsewhere/save/CKPT+{step}", "optimizer_step": step}
+        for step in (3, 4, 6)
+    ]
+    one = written([*saved, *events_of(plain)], tmp_path / "b")
+    here = one / "save" / "CKPT+3"
+    here.mkdir(parents=True)
+    (one / "save" / "CKPT+6").mkdir()
+    text, status = lines_of(one, rare)
     assert status == 1
     assert "The runs differ at optimizer step 8; step 4 is equal." in text
     assert "The steps between have no record" in text
-    assert "  A: from save/CKPT+1 (step 3)" in text
-    assert "  B: from the beginning, as it has no checkpoint before step 8" in text
+    assert f"  A: from {here} (step 3)" in text
+    assert "  B: from the beginning, as no checkpoint of step 4 or before it is there" in text
     assert "First in it" not in text
+    (one / "save" / "CKPT+4").mkdir()  # right after the last equal step
+    assert "CKPT+4 (step 4)" in lines_of(one, rare)[0]
 
 
 def test_a_restart_that_has_not_repeated_its_steps_is_told(plain, tmp_path):
@@ -125,8 +134,13 @@ def test_a_restart_that_has_not_repeated_its_steps_is_told(plain, tmp_path):
 
 def test_runs_without_records_or_without_a_common_step_are_refused(plain, tmp_path):
     silent = train(tmp_path / "a", hash_every=0)
-    with pytest.raises(ConfigError, match="it was run without --hash_every"):
+    with pytest.raises(ConfigError, match="the run was started without --hash_every"):
         lines_of(plain, silent)
+    with pytest.raises(ConfigError, match="--hash_every=100, and has made fewer optimizer steps"):
+        lines_of(plain, train(tmp_path / "rare", hash_every=100))
+    empty = written([], tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"metrics.jsonl' has no record .* no training has begun"):
+        lines_of(plain, empty)
     with pytest.raises(ConfigError, match=r"'c' has steps 5, 10, 'b' has steps 7"):
         lines_of(train(tmp_path / "c", hash_every=5), train(tmp_path / "b", hash_every=7))
     broken = written([{"event": "hash", "step": 1}], tmp_path / "d")
@@ -265,3 +279,37 @@ def test_labels_of_a_run_that_went_on_elsewhere_are_those_of_the_step(plain, tmp
     elsewhere = changed(other, tmp_path / "b", step=3, labels={"torch": "1.0"})
     text, _ = lines_of(plain, elsewhere)
     assert "and 1.0 (no equal bits can be expected)" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("hash", {"step": "x"}),
+        ("hash", {"modules": 5}),
+        ("hash", {"labels": None}),
+        ("fit", {"options": 3}),
+        ("fit", {"resumed_from": "a"}),
+    ],
+)
+def test_a_damaged_event_is_named(plain, tmp_path, kind, fields):
+    events = [
+        {**event, **fields} if event["event"] == kind else event for event in events_of(plain)
+    ]
+    (name,) = fields
+    with pytest.raises(ConfigError, match=f"an event '{kind}' that ddpkit has not written: {name}"):
+        lines_of(plain, written(events, tmp_path / "a"))
+
+
+def test_lines_that_cannot_be_read_are_told_and_are_no_difference(plain, tmp_path):
+    one = written(events_of(plain), tmp_path / "a")
+    log = one / "metrics.jsonl"
+    log.write_text('{"event": "st' + "\n" + log.read_text())  # as a kill leaves it
+    text, status = lines_of(plain, one)
+    assert status == 0
+    assert "B: 1 line of its log cannot be read, and is left out." in text
+
+
+def test_a_run_that_is_compared_with_itself_is_told(plain):
+    text, status = lines_of(plain, plain / "metrics.jsonl")
+    assert status == 0
+    assert "B: it is the very log that A is" in text

@@ -23,6 +23,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.logger import get_logger
 from ddpkit.parts.own import OwnPart
 from ddpkit.parts.state_digests import StateDigests, by_module, combined
+from ddpkit.reporting import has_run_log
 from ddpkit.train_logger import run_event
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ DOES_NOT_FIT = (
 TOO_RARE = (
     "hash_every=%d is more than the %d optimizer steps up to the end of this fit, so that none of "
     "them has a record. A smaller N gives some."
+)
+NO_FOLDER = (
+    "hash_every: the record of optimizer step %d is written nowhere, and so it goes with all later "
+    "ones: this run has no folder. Call create_experiment_directory before the Brain is made. "
+    "Checkpoints have the last link of the chain."
 )
 IN_WORDS = {
     "weights": "the weights",
@@ -85,6 +91,7 @@ class HashChain(OwnPart):
         self.every = every
         self._optimizers: Mapping[str, Any] = {}
         self._gradients: dict[str, str] = {}
+        self._has_told = False  # that there is no folder
         self._last: dict[str, Any] = {
             "step": 0,
             "chain": "",
@@ -195,6 +202,7 @@ class HashChain(OwnPart):
         if not if_main_process():
             self._last["step"] = step
             return
+        self._warn_without_folder(step)
         samples = self._samples(progress)
         state_digests = {name: combined_if_any(values) for name, values in states.items()}
         link = {
@@ -228,6 +236,12 @@ class HashChain(OwnPart):
             "chain": chain,
             **state_digests,
         }
+
+    def _warn_without_folder(self, step: int) -> None:
+        """Warn once of records that go nowhere."""
+        if not has_run_log() and not self._has_told:
+            logger.warning(NO_FOLDER, step)
+            self._has_told = True
 
     def _states(self, digests: StateDigests) -> dict[str, dict[str, str]]:
         """Return the digests of all that a step changes, by name; in the order of ``STATES``."""

@@ -8,6 +8,7 @@ from ddpkit.reporting.run_log import (
     RunLog as RunLog,
     Stats as Stats,
     append as append,
+    has_run_log as has_run_log,
     move_logs_away as move_logs_away,
     plain as plain,
     plain_numbers as plain_numbers,

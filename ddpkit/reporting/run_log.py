@@ -138,6 +138,19 @@ def set_run_log(path: str | os.PathLike[str] | None) -> RunLog | None:
     return Current.log
 
 
+def has_run_log() -> bool:
+    """Say whether the events of this run are written to a file.
+
+    Ranks: local.
+
+    Example:
+        >>> _ = set_run_log(None)
+        >>> has_run_log()
+        False
+    """
+    return Current.log is not None
+
+
 def run_event(event: str, **fields: Any) -> None:
     """Write an event to the run's log; does nothing where no log is set.
 

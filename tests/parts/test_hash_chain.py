@@ -329,6 +329,12 @@ def test_a_fit_that_is_too_short_for_a_record_is_told(log, caplog):
     assert caplog.text.count(words) == 1
 
 
+def test_records_that_go_nowhere_are_told_once(caplog):
+    make(hash_every=2).fit([1], DATA, train_loader_kwargs=LOADING)
+    assert caplog.text.count("the record of optimizer step 2 is written nowhere") == 1
+    assert "create_experiment_directory" in caplog.text
+
+
 def test_digests_know_dtype_shape_and_each_bit():
     one = torch.arange(6.0).reshape(2, 3)
     flipped = one.clone()

@@ -71,9 +71,10 @@ TOO_OLD = (
     "Not compared: {}. The records of {} are older than that: run it again with this version of "
     "ddpkit."
 )
+EQUAL_ONCE = "Equal to the last bit: the one optimizer step that both have recorded, step {}."
 FURTHER = (
-    "{} has {} further records after step {}, and the other has none: it has ended, was killed, or "
-    "has skipped the steps after it."
+    "{} has {} after step {}, of steps that the other has not recorded: it has ended, was killed, "
+    "has skipped them, or has another --hash_every."
 )
 NOT_EXACT = (
     "The steps between have no record: the first difference is in one of them. Records of the step "
@@ -117,11 +118,13 @@ def lines_of(comparison: Comparison) -> list[str]:
 
 def _equal(comparison: Comparison) -> list[str]:
     steps = comparison.common
-    lines = [EQUAL.format(len(steps), steps[-1])]
+    last = steps[-1]
+    lines = [EQUAL_ONCE.format(last) if steps == [last] else EQUAL.format(len(steps), last)]
     for name, run in zip("AB", comparison.runs, strict=True):
-        more = sum(step > steps[-1] for step in run.steps)
+        more = sum(step > last for step in run.steps)
         if more:
-            lines.append(FURTHER.format(name, more, steps[-1]))
+            records = "1 further record" if more == 1 else f"{more} further records"
+            lines.append(FURTHER.format(name, records, last))
     return [*lines, *_too_old(comparison)]
 
 

@@ -99,7 +99,17 @@ def test_a_run_that_ended_earlier_is_equal_so_far_and_the_other_has_more(plain, 
     events = [event for event in events_of(plain) if event.get("step", 0) <= 9]
     text, status = lines_of(plain, written(events, tmp_path / "run"))
     assert status == 0
-    assert "A has 3 further records after step 9" in text
+    assert "A has 3 further records after step 9, of steps that the other has not" in text
+
+
+def test_rarer_records_are_not_taken_for_an_end(plain, tmp_path):
+    rare = train(tmp_path, hash_every=5)
+    only = [event for event in events_of(rare) if event.get("step") != 5]
+    text, status = lines_of(plain, written(only, tmp_path / "one"))
+    assert status == 1  # as a record is missing
+    assert "Equal to the last bit: the one optimizer step that both have recorded, step 10." in text
+    assert "A has 2 further records after step 10, of steps that the other has not" in text
+    assert "or has another --hash_every." in text
 
 
 def test_records_that_are_rare_say_between_which_steps_and_from_where_to_look(plain, tmp_path):

@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, Dataset, IterableDataset
 
 import ddpkit
+from ddpkit.base import temporarily
 from ddpkit.checkpoints import Checkpointer
+from ddpkit.comm import ordered_sum
 from ddpkit.epoch_loop import EpochCounter
 from ddpkit.errors import ConfigError
 from tests.model.recipe import SCHEDULES, Moment, leave_the_launcher
@@ -23,6 +25,7 @@ from tests.model.same_bits.described import DIVIDING, STRATEGIES, VIRTUAL_RANKS,
 from tests.model.training import SEED, sampled
 
 FEATURES = 5
+SMALL = 256  # bytes
 WIDTH = 7  # is no multiple of a number of processes: of 8 one has no row of a weight
 SHARDS_OF_A_STREAM = 12
 FIRST_OF_VALIDATION = 101
@@ -308,13 +311,15 @@ def train(recipe: Recipe, folder: str, strategy: str, moments: Moments) -> dict[
     data, loading = data_of(recipe)
     validation = Rows(rows_of(recipe.validation, FIRST_OF_VALIDATION))
     try:
-        brain.fit(
-            counter,
-            data,
-            validation,
-            train_loader_kwargs=loading,
-            valid_loader_kwargs={"batch_size": 2},
-        )
+        # so that sums of weights begin in the backward pass, as those of large ones do
+        with temporarily(ordered_sum, PIECE_BYTES=SMALL, WHOLE_BYTES=SMALL):
+            brain.fit(
+                counter,
+                data,
+                validation,
+                train_loader_kwargs=loading,
+                valid_loader_kwargs={"batch_size": 2},
+            )
     except ConfigError as error:
         if moment.counts["batch"]:
             raise

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddpkit.base import host_name, load_plain_yaml
+from ddpkit.control import show_without_traceback
 from ddpkit.distributed import gather_objects, run_on_main
 from ddpkit.errors import AuditError
 from ddpkit.logger import address_of
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ddpkit.parts.shard_again import ShardAgain, ShardWork
     from ddpkit.training import RunContext
 
+FAILED = 1  # exit code
 MOST_DISPUTES = 2  # that are looked into: a rank that is always wrong makes two
 PAIR = 2
 
@@ -155,7 +157,9 @@ class AuditInquiry:
             first=shown.first_difference(),
             wrong=[told[rank].where for rank in wrong],
         )
-        raise AuditError(message)
+        error = AuditError(message)
+        show_without_traceback(error, FAILED)  # no line of code is wrong
+        raise error
 
     @property
     def _step(self) -> int:

@@ -50,6 +50,10 @@ ROW_ALONE = (
     "every {} steps this process computes one of its own shards again (--audit_every): that finds "
     "what it does not repeat, not what it computes wrong each time"
 )
+TOO_RARE = (
+    "audit_every=%d is more than the %d optimizer steps up to the end of this fit, so that none of "
+    "them is audited. A smaller N audits some."
+)
 DONE = "audit_every: %d shards were computed again, with the same bits."
 
 
@@ -81,6 +85,8 @@ class RankAudit(OwnPart):
         self._again: Any = None
         self._work: ShardWork | None = None
         self._is_open = False  # whether the batch of it is being worked on
+        # what this rank has worked on, and what the work of the next rank comes to here
+        self._audited: tuple[ShardWork, dict[str, str]] | None = None
 
     @classmethod
     def of_run(cls, context: RunContext) -> Self:
@@ -128,8 +134,11 @@ class RankAudit(OwnPart):
         return {"audits": words.format(self.every)}
 
     def on_fit_start(self, brain: Any) -> None:
-        """Note from which step on this run audits."""
+        """Note from which step on this run audits; warn where it is too short for an audit."""
         self._clean = brain.optimizer_step
+        total = brain.total_steps
+        if total is not None and brain.optimizer_step + total < self.every:
+            logger.warning(TOO_RARE, self.every, brain.optimizer_step + total)
 
     def on_fit_end(self, brain: Any, result: FitResult) -> None:
         """Say how much was audited."""
@@ -158,23 +167,28 @@ class RankAudit(OwnPart):
             self._work.answer = self._again.answer(gradients, count)
             self._is_open = False
 
-    def before_sums(self) -> None:
-        """Compute the batch of the next rank, and compare.
-
-        Raises:
-            AuditError: two ranks have different bits. On all ranks.
-        """
+    def before_sums(self) -> bool:
+        """Compute the batch of the next rank; return whether it came to other bits there."""
         work = self._work
         self._work = None
+        self._audited = None
         if work is None:  # this step is not audited, or was too short for the batch in turn
-            return
+            return False
         # of a rank of this very job
         theirs: ShardWork = pickle.loads(from_next_rank(pickle.dumps(work)))  # noqa: S301
         found = self._again.compute(theirs)
         self.audits += 1
-        # The others are told at once: a rank that raised here alone would leave them waiting in the
-        # sums of the step.
-        differs = found != theirs.answer
-        if sum_over_ranks([float(differs)], OPTION)[0]:
-            AuditInquiry(self.context, self._brain, self._again).end(work, found, self._clean)
+        self._audited = work, found
+        return bool(found != theirs.answer)
+
+    def after_sums(self, *, is_wrong: bool) -> None:
+        """Go on, or find out which rank is wrong.
+
+        Raises:
+            AuditError: two ranks have different bits. On all ranks.
+        """
+        if self._audited is None:
+            return
+        if is_wrong:
+            AuditInquiry(self.context, self._brain, self._again).end(*self._audited, self._clean)
         self._clean = self._brain.optimizer_step + 1

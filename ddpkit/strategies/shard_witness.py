@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class ShardWitness(Protocol):
     """Follows what a process computes of its shards.
 
-    Ranks: local, but for :meth:`before_sums`, in which all ranks are at the same place.
+    Ranks: local, but for :meth:`before_sums` and :meth:`after_sums`, where all ranks are together.
     """
 
     def before_batch(self, batch: Any, number: int) -> None:
@@ -36,7 +36,17 @@ class ShardWitness(Protocol):
             count: of its loss sum; None where the loss is a mean.
         """
 
-    def before_sums(self) -> None:
+    def before_sums(self) -> bool:
         """Hear that all batches of a step are computed, and nothing is added up over the processes
         yet. No parameter has a gradient then, and the random streams are seeded anew after it.
+
+        Returns:
+            Whether something is wrong, which all processes are told with the sums.
+        """
+
+    def after_sums(self, *, is_wrong: bool) -> None:
+        """Hear whether any process has found something wrong, before the sums are used.
+
+        Raises:
+            AuditError: it has; on all processes, which have the state of the step's beginning.
         """

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ddpkit.strategies.shard_witness import ShardWitness
     from ddpkit.training import Accumulation, Feed, Progress, Window
 
-    # number of shards, count of the loss, moves of buffers, gradients
+    # number of shards, count of the loss, what a witness found wrong, moves of buffers, gradients
     Part = list[torch.Tensor | None]
 
 NOT_WITH = {
@@ -65,6 +65,10 @@ NOT_WITH = {
     ),
     **OF_DDP,
 }
+
+# of a part's entries
+_WRONG = 2
+_FIRST_BUFFER = 3
 
 # what random numbers are for
 _NOISE = 0x5AAD
@@ -393,12 +397,12 @@ class VirtualRanks(Strategy):
             for parameter, dtype in pairs
         ]
         self._sum = OrderedSum(
-            [wide, wide, *moves, *self._summed_at_the_end(self._like)],
+            [wide, wide, wide, *moves, *self._summed_at_the_end(self._like)],
             self.virtual_ranks,
             in_turns=self.in_turns,
             epoch=next(get_runtime().epochs_of_sums) if get_world_size() > 1 else 0,
         )
-        first = len(self._buffers) + 2
+        first = _FIRST_BUFFER + len(self._buffers)
         self._early_sums = EarlySums(self._sum, dict(enumerate(self._parameters, first)))
         self._begin_step()
 
@@ -585,11 +589,13 @@ class VirtualRanks(Strategy):
         if not window.closes:
             raise ConfigError(MISUSED.format(self.virtual_ranks, INSIDE))
         self._take_shard(window)
-        if self.witness is not None:
-            self.witness.before_sums()
         for shard, part in self._parts.items():
             self._tree.push(self._division.mine[shard], part)
-        number, self._total, *sums = self._sum.over_ranks(self._tree)
+        if self.witness is not None and self.witness.before_sums():
+            self._tree.subtrees[-1].total[_WRONG] = wide_number(1.0, self.device)
+        number, self._total, wrong, *sums = self._sum.over_ranks(self._tree)
+        if self.witness is not None:
+            self.witness.after_sums(is_wrong=wrong is not None)
         self._give_gradients(sums[len(self._buffers) :])
         for (name, before), move in zip(
             self._before.items(),
@@ -683,6 +689,7 @@ class VirtualRanks(Strategy):
         part: Part = [
             wide_number(1.0, self.device),
             count,
+            None,
             *moves,
             *_apart(self._summed_at_the_end(gradients)),
         ]
@@ -742,7 +749,7 @@ class VirtualRanks(Strategy):
 
     def _require_all_of_early(self, gradients: list[torch.Tensor | None]) -> None:
         """Refuse a further part of a gradient whose sum has begun in the backward pass."""
-        for place, gradient in enumerate(gradients, len(self._buffers) + 2):
+        for place, gradient in enumerate(gradients, _FIRST_BUFFER + len(self._buffers)):
             if gradient is not None and self._sum.has_early(place):
                 raise ConfigError(IN_PARTS.format(self.virtual_ranks, tuple(gradient.shape)))
 

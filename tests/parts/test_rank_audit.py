@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ddpkit.brain import run_of
+from ddpkit.control import is_shown_without_traceback
 from ddpkit.errors import AuditError, ConfigError
 from ddpkit.metrics import Mean
 from ddpkit.parts.audit_verdict import judged
@@ -153,8 +154,19 @@ def test_the_newest_checkpoint_of_before_is_named(tmp_path):
     )
     brain.modules.head = nn.Identity()
     brain.plant()
-    with pytest.raises(AuditError, match=r"Up to optimizer step 2 .* up to there is .*CKPT\+"):
+    words = r"Up to optimizer step 2 .* up to there is .*CKPT\+"
+    with pytest.raises(AuditError, match=words) as caught:
         brain.fit([1, 2], points(2), train_loader_kwargs={"batch_size": 1})
+    assert is_shown_without_traceback(caught.value)
+
+
+def test_a_fit_that_is_too_short_for_an_audit_is_told(caplog):
+    rows = [(torch.ones(3).double(), torch.ones(1).double())] * 3
+    for every in (4, 3):
+        brain = make(virtual_ranks=1, audit_every=every)
+        brain.fit([1], rows, train_loader_kwargs={"batch_size": 1})
+    assert caplog.text.count("audit_every=4 is more than the 3 optimizer steps") == 1
+    assert "audit_every=3 is" not in caplog.text
 
 
 # ------------------------------------------------------------------------------------- its pieces

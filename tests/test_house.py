@@ -225,6 +225,7 @@ PROCESS_STATE = {
     "checkpointing.places.PLACES": "which folders of this machine stand for which URLs",
     "checkpointing.remote.NO_REMOTE": "what most folders have besides: nothing; holds nothing",
     "checkpointing.remote.REMOTES": "which folders of this machine are mirrors",
+    "checkpointing.sparse_indices._LOCKS": "what torch has still to check belongs to a process",
     "checkpointing.storage._HELD": "locks of folders, which a process has once",
     "checkpointing.storage._MUTEX": "guards them",
     "checkpointing.storage.FILES": (

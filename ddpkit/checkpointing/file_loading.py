@@ -19,6 +19,7 @@ import torch
 
 from ddpkit.checkpointing.record_sizes import check_record_sizes, torch_compares_itself
 from ddpkit.checkpointing.shard_files import is_sharded_file, open_state, read_whole
+from ddpkit.checkpointing.sparse_indices import refused_tensor_text, sparse_tensors_checked
 from ddpkit.checkpointing.storage import BLOCK_BYTES
 from ddpkit.errors import CheckpointError
 
@@ -49,8 +50,9 @@ def safe_load(
         shards, which it names, that state, with whole tensors.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else; or a shard is missing or
-            damaged. It is not retried with unsafe pickling.
+        CheckpointError: the file cannot be read, or holds something else, or a sparse tensor with
+            indices outside of its shape; or a shard is missing or damaged. It is not retried with
+            unsafe pickling.
 
     Ranks: local.
 
@@ -102,17 +104,16 @@ def load_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> A
     try:
         if not torch_compares_itself():
             check_record_sizes(path)
-        with warnings.catch_warnings():
-            # torch 2.14 says at each load that it looks at their indices, as it should.
-            warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
-            try:
-                return _load_from(path, map_location, mmap=mmap)
-            except NotImplementedError:  # and on the meta device there are none to look at
-                if str(map_location) != "meta":
-                    raise
-                return _load_from(path, "cpu", mmap=True)
+        try:
+            return _load_from(path, map_location, mmap=mmap)
+        except RuntimeError:  # torch 2.14 wants to check sparse tensors that have no indices
+            if not _is_meta(map_location):
+                raise
+            return _load_from(path, "cpu", mmap=True)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
+        if text := refused_tensor_text(error):
+            reason = f"{text}: {reason.rstrip('.')}"
         if type(error).__name__ in _DAMAGED:  # torch's words are about torch.load
             reason = "it is damaged, or was not written by torch.save"
             with contextlib.suppress(Exception):  # of a damaged file
@@ -127,7 +128,14 @@ def load_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> A
 
 def _load_from(path: Path, map_location: Any, *, mmap: bool) -> Any:
     mapped = mmap and _can_be_mapped(path)
-    return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+    with sparse_tensors_checked(enable=not _is_meta(map_location)), warnings.catch_warnings():
+        # torch 2.14 says at each load that it checks them, as it should.
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+
+
+def _is_meta(map_location: Any) -> bool:
+    return str(map_location) == "meta"
 
 
 def _can_be_mapped(path: Path) -> bool:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -704,3 +705,42 @@ def bytes_held_by(gradient: torch.Tensor) -> int:
         once = gradient.coalesce()
         parts = [once.values(), once.indices()]
     return sum(part.untyped_storage().nbytes() for part in parts)
+
+
+# ---------------------------------------------------------------------- sparse tensors of a file
+
+
+def forget_unchecked_sparse_tensors() -> None:
+    """Empty the list of sparse tensors that torch has loaded and not yet checked; otherwise
+    nothing, where there is none.
+
+    A ``torch.load`` that fails leaves its own there, and the next one would be refused for them.
+
+    Ranks: local.
+
+    Example:
+        >>> forget_unchecked_sparse_tensors()
+    """
+    getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()  # noqa: SLF001
+
+
+def refused_sparse_tensor(error: BaseException) -> tuple[Any, torch.Tensor] | None:
+    """Return what a file holds and the sparse tensor of it for which ``torch.load`` refused it;
+    otherwise None, where torch is another or has refused it for something else.
+
+    Args:
+        error: raised by ``torch.load``.
+
+    Ranks: local.
+
+    Example:
+        >>> refused_sparse_tensor(RuntimeError("no memory")) is None
+        True
+    """
+    state = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_validate_loaded_sparse_tensors":
+            tensor = frame.f_locals.get("t")
+            return (state, tensor) if isinstance(tensor, torch.Tensor) else None
+        state = frame.f_locals.get("result")
+    return None

@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ddpkit.checkpointing import safe_load
 from ddpkit.compat.forkservers import own_forkserver
 from ddpkit.compat.torch_inside import (
     add_all,
     all_groups,
     default_store,
+    forget_unchecked_sparse_tensors,
     is_hooked_backward,
     multiply_all,
     norm_of_all,
     timeout_of,
 )
+from ddpkit.errors import CheckpointError
 from tests.needs import needs_torch
 
 
@@ -173,3 +176,24 @@ def test_the_norm_of_all_has_the_bits_of_torchs(at_once, dtypes, monkeypatch):
         monkeypatch.setattr(torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_: False)
     assert norm_of_all(tensors).equal(expected)
     assert norm_of_all([]).item() == 0.0
+
+
+def test_a_sparse_tensor_is_refused_without_its_name_where_torch_does_not_tell_it(
+    tmp_path, monkeypatch
+):
+    def refuse(**_named):
+        raise RuntimeError("found negative index -7")
+
+    torch.save({"table": torch.eye(3).to_sparse()}, tmp_path / "model.ckpt")
+    monkeypatch.setattr(torch._utils, "_validate_loaded_sparse_tensors", refuse)
+    with pytest.raises(CheckpointError, match=r"model\.ckpt: found negative index -7\.$"):
+        safe_load(tmp_path / "model.ckpt")
+
+
+def test_nothing_is_forgotten_where_torch_keeps_no_list(monkeypatch):
+    kept = [torch.eye(3).to_sparse()]
+    monkeypatch.setattr(torch._utils, "_sparse_tensors_to_validate", kept)
+    forget_unchecked_sparse_tensors()
+    assert kept == []
+    monkeypatch.delattr(torch._utils, "_sparse_tensors_to_validate")
+    forget_unchecked_sparse_tensors()

@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(CURDIR)/$(VENV)/bin
-# Versions that are installed: those of the file, or the oldest that work (.ci/floor.txt).
+# Versions that are installed: those of the file, the oldest that work (.ci/floor.txt), or the newest (.ci/newest.txt).
 CONSTRAINTS ?= constraints.txt
 # Of the thousands of modules that come, some hundreds are imported, and these are compiled then.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)

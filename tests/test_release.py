@@ -229,6 +229,23 @@ def test_each_python_and_the_oldest_torch_are_tried():
         assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8")
 
 
+def test_the_newest_torch_is_tried_each_week_on_the_newest_python():
+    content = workflow("weekly.yml")
+    assert len(content[True]["schedule"]) == 1  # YAML reads `on` so
+    job = content["jobs"]["newest"]
+    [run] = [step["run"] for step in job["steps"] if "run" in step]
+    assert run == "make test PYTHON=python CONSTRAINTS=.ci/newest.txt"
+    assert "continue-on-error" not in job
+    [version] = [
+        step["with"]["python-version"]
+        for step in job["steps"]
+        if "setup-python" in step.get("uses", "")
+    ]
+    assert version == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)[-1]
+    lines = (ROOT / ".ci" / "newest.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith("#")] == []  # nothing is held back
+
+
 def test_the_clusters_run_as_root():
     [run] = [step["run"] for step in workflow("ci.yml")["jobs"]["all"]["steps"] if "run" in step]
     assert run.startswith("sudo env ")

@@ -19,7 +19,7 @@ from ddpkit.strategies.option_refusals import is_given, refuse_with
 from ddpkit.training import Accumulation
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from ddpkit.run_opts import RunOptions
     from ddpkit.strategies.base import Strategy
@@ -95,7 +95,8 @@ def check_strategy(options: RunOptions, *, has_own_fit_batch: bool = False) -> N
         >>> from ddpkit.run_opts import RunOptions
         >>> check_strategy(RunOptions(evaluate_ema=True))
         Traceback (most recent call last):
-        ddpkit.errors.ConfigError: evaluate_ema needs --ema_decay: it evaluates averaged weights.
+        ddpkit.errors.ConfigError: evaluate_ema=True needs --ema_decay: it evaluates averaged
+        weights.
     """
     own = {
         name: known
@@ -242,15 +243,24 @@ def _require_own_option(given: Any, own: Collection[str]) -> None:
     """Refuse the name of a strategy that an option of its own chooses, without this option."""
     known = registered().get(given) if isinstance(given, str) else None
     if known is not None and known.chosen_by and given not in own:
-        raise ConfigError(f"strategy={given!r} needs --{known.chosen_by}, which chooses it.")
+        raise ConfigError(
+            f"strategy={given!r} needs --{known.chosen_by}, which chooses it. Give that option; "
+            "--strategy may be left out then."
+        )
 
 
 def _refuse_two(options: RunOptions, own: Mapping[str, Registered]) -> None:
     """Refuse a strategy beside another that an option of its own chooses."""
     for name, known in own.items():
-        if options.strategy not in (AUTO, name, *known.beside, *known.together):
+        able = [*known.beside, *known.together]
+        if options.strategy not in (AUTO, name, *able):
             refuse_with(
                 known.chosen_by,
                 options,
-                {"strategy": "choose one of them"},
+                {"strategy": f"{known.alone}{_also(able)}"},
             )
+
+
+def _also(strategies: Sequence[str]) -> str:
+    """Say which strategies an option goes with."""
+    return f". It works with --strategy={' or '.join(strategies)}" if strategies else ""

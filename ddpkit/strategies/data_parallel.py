@@ -15,7 +15,6 @@ from ddpkit.strategies.attribute_forwarding import AttributeForwarding
 from ddpkit.strategies.base import Strategy
 from ddpkit.strategies.batch_norm_layers import batch_norms
 from ddpkit.strategies.entries import trained_parameters
-from ddpkit.strategies.option_refusals import refuse_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,11 +117,12 @@ class DataParallel(Strategy):
         Raises:
             ConfigError: there is one.
         """
-        if distributed.is_distributed_initialized():
-            refuse_with(
-                "a group of processes",
-                options,
-                {"data_parallel_backend": FOR_ONE_PROCESS},
+        if options.data_parallel_backend and distributed.is_distributed_initialized():
+            raise ConfigError(
+                "data_parallel_backend=True is for one process, which has all GPUs of the machine, "
+                f"and this one is in a process group of {distributed.get_world_size()}. Start one: "
+                "python train.py hparams.yaml --data_parallel_backend; or leave it out, and each "
+                "process has a GPU of its own."
             )
 
     def bind(

@@ -58,7 +58,10 @@ logger = get_logger(__name__)
 
 NOT_WITH = {
     **OF_DDP,
-    "sync_batchnorm=False": "use --strategy=ddp",
+    "sync_batchnorm=False": (
+        "each process would have batch statistics of its own, and only DDP sends buffers from rank "
+        "0 (use --strategy=ddp)"
+    ),
     "find_unused_parameters": "all ranks gather a block together, so each must use it",
     "skip_nonfinite_grads": "each rank sees a part of a gradient only",
     "precision=fp16": "the range of fp16 needs a scale (use bf16)",
@@ -208,7 +211,12 @@ class FSDP(Strategy):
             refuse_with(
                 "a fit_batch of the recipe",
                 options,
-                {"fsdp_whole_gradients": "it may step whenever it likes"},
+                {
+                    "fsdp_whole_gradients": (
+                        "it may step whenever it likes, and gradients are exchanged only in the "
+                        "last batch of a step"
+                    )
+                },
             )
         refuse_with(
             "strategy=fsdp",

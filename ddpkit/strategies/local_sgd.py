@@ -44,7 +44,7 @@ NOT_WITH = {
     "strategy=fsdp": "each process needs the whole state of the optimizers",
     "strategy=zero1": "each process needs the whole state of the optimizers",
     "virtual_ranks": "the answer depends on the number of processes",
-    "data_parallel_backend": "it is for several processes",
+    "data_parallel_backend": "it is for several processes, and that option for one",
     "check_parity": "the answer depends on the number of processes",
     "precision=fp16": "each process would have a scale of its own",
     "ema_decay": "the averages would differ between processes",

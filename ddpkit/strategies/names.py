@@ -26,7 +26,7 @@ OF_DDP = dict.fromkeys(
         *_SWITCHES,
         *(f"{name}=False" for name in _SWITCHES),
     ),
-    "it is DDP's",
+    "it is DDP's, and no other strategy reads it",
 )
 
 #: Why an audit of ranks does not go with a strategy, where a shard is what one process has.
@@ -55,6 +55,7 @@ class Registered:
         chosen_by: an option of its own that chooses it; empty: the option ``strategy`` does.
         beside: values of ``strategy`` that may be given together with ``chosen_by``.
         together: other such values, each with what is chosen then, as in ``where``.
+        alone: why no further value of ``strategy`` may be given together with ``chosen_by``.
         checks: options that have it look at the options, whichever strategy is chosen.
     """
 
@@ -63,6 +64,7 @@ class Registered:
     beside: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     together: Mapping[str, str] = field(default_factory=dict)
+    alone: str = ""
 
 
 #: By name. Of several that options of their own have chosen, the first is asked first.
@@ -71,6 +73,7 @@ _REGISTERED: dict[str, Registered] = {
         "ddpkit.strategies.local_sgd:LocalSGD",
         "ddp_comm_hook=post_local_sgd",
         (SINGLE, DDP),
+        alone="it is DDP, in which weights are averaged in the place of gradients",
     ),
     "virtual_ranks": Registered(
         "ddpkit.strategies.virtual_ranks:VirtualRanks",
@@ -80,10 +83,15 @@ _REGISTERED: dict[str, Registered] = {
             "zero1": "ddpkit.strategies.virtual_zero1:VirtualZero1",
             "fsdp": "ddpkit.strategies.virtual_fsdp:VirtualFSDP",
         },
+        alone=(
+            "for the same bits on any number of processes gradients are added up in one order, and "
+            "another strategy adds them up in its own"
+        ),
     ),
     "data_parallel": Registered(
         "ddpkit.strategies.data_parallel:DataParallel",
         "data_parallel_backend",
+        alone="it is a strategy itself, which divides each batch over the GPUs of one process",
     ),
     "fsdp": Registered("ddpkit.strategies.fsdp:FSDP"),
     "zero1": Registered("ddpkit.strategies.zero1:Zero1"),

@@ -18,7 +18,8 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
     """Refuse the first option that is given and does not go with what was chosen.
 
     Args:
-        chosen: what was chosen, such as ``"ddp_comm_hook=fp16"``.
+        chosen: what was chosen, such as ``"ddp_comm_hook=fp16"``. To the name of an option its
+            value is added.
         options: of the run.
         reasons: why an option does not go with it, by ``"name"``; by ``"name=value"`` where it is
             one value.
@@ -33,6 +34,8 @@ def refuse_with(chosen: str, options: RunOptions, reasons: Mapping[str, str]) ->
         ddpkit.errors.ConfigError: strategy='fsdp' does not work with debug=True: it is not divided.
         Change one, ...
     """
+    if chosen in options:
+        chosen = f"{chosen}={options[chosen]}"
     for key, why in reasons.items():
         if is_given(options, key):
             name, _, value = key.partition("=")

@@ -346,7 +346,7 @@ def test_options_that_do_not_go_together_are_refused_when_fit_begins():
     brain.run_opts.static_graph = brain.find_unused_parameters = True
     with pytest.raises(
         ConfigError,
-        match="static_graph does not work with find_unused_parameters=True",
+        match="static_graph=True does not work with find_unused_parameters=True",
     ):
         brain.fit([1], points(4), train_loader_kwargs=KWARGS)
 

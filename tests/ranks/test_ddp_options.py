@@ -315,7 +315,7 @@ def test_a_static_graph_leaves_out_what_every_step_leaves_out(ranks):
 
 
 CONTRADICTIONS = {
-    "static_graph does not work with find_unused_parameters=True: in a static graph": {
+    "static_graph=True does not work with find_unused_parameters=True: in a static graph": {
         "static_graph": True,
         "find_unused_parameters": True,
     },
@@ -331,14 +331,14 @@ CONTRADICTIONS = {
         "precision": "fp16",
         "ddp_comm_hook": "powersgd",
     },
-    "virtual_ranks does not work with ddp_comm_hook=bf16": {
+    "virtual_ranks=2 does not work with ddp_comm_hook=bf16": {
         "virtual_ranks": 2,
         "ddp_comm_hook": "bf16",
     },
     **{
         f"{chosen} does not work with {name}={value}: {why}": {**given, name: value}
         for chosen, given in (
-            ("virtual_ranks", {"virtual_ranks": 2}),
+            ("virtual_ranks=2", {"virtual_ranks": 2}),
             ("strategy=fsdp", {"strategy": "fsdp"}),
         )
         for name, values, why in (
@@ -349,7 +349,7 @@ CONTRADICTIONS = {
         )
         for value in values
     },
-    "virtual_ranks does not work with sync_batchnorm=True: each virtual rank has": {
+    "virtual_ranks=2 does not work with sync_batchnorm=True: each virtual rank has": {
         "virtual_ranks": 2,
         "sync_batchnorm": True,
     },

@@ -167,7 +167,7 @@ def test_what_cannot_be_registered(name, where, words):
     ],
 )
 def test_a_strategy_with_an_option_of_its_own_needs_it(name, option):
-    with pytest.raises(ConfigError, match=f"strategy={name!r} needs {option}, which chooses it"):
+    with pytest.raises(ConfigError, match=f"strategy={name!r} needs {option}, which .* Give"):
         check_strategy(RunOptions(device="cpu", strategy=name))
 
 
@@ -176,12 +176,26 @@ def test_the_name_of_a_strategy_goes_with_its_option():
     assert choose_strategy(options).division().each == 4
 
 
+ALONE = {
+    "virtual_ranks": (
+        "for the same bits on any number of processes gradients are added up in one order, and "
+        "another strategy adds them up in its own. It works with --strategy=single or zero1 or fsdp"
+    ),
+    "data_parallel_backend": "it is a strategy itself, which divides each batch over the GPUs of",
+}
+
+
 @pytest.mark.parametrize("given", [{"virtual_ranks": 4}, {"data_parallel_backend": True}])
 def test_a_strategy_from_outside_does_not_go_with_one_that_an_option_chooses(given):
     (name,) = given
-    words = f"{name} does not work with strategy={PATH}: choose one of them"
+    words = f"{name}={given[name]} does not work with strategy={PATH}: {ALONE[name]}"
     with pytest.raises(ConfigError, match=words):
         check_strategy(RunOptions(device="cpu", strategy=PATH, **given))
+
+
+def test_no_refusal_of_a_strategy_beside_an_option_is_without_its_reason():
+    chosen = {name for name, known in registered().items() if known.chosen_by}
+    assert chosen == {name for name, known in registered().items() if known.alone}
 
 
 def test_a_strategy_that_does_nothing_alone_is_one_device_in_one_process():
@@ -212,7 +226,10 @@ SGD = {"ddp_comm_hook": "post_local_sgd"}
     [
         ({"strategy": "fsdp", "static_graph": True}, "static_graph=True: it is DDP's"),
         ({"strategy": "fsdp", "broadcast_buffers": False}, "broadcast_buffers=False: it is DDP's"),
-        ({"strategy": "fsdp", "sync_batchnorm": False}, "use --strategy=ddp"),
+        (
+            {"strategy": "fsdp", "sync_batchnorm": False},
+            "only DDP sends buffers",
+        ),
         (
             {"strategy": "fsdp", "fsdp_param_dtype": "bf16", "check_parity": 2},
             "strategy=fsdp fsdp_param_dtype=bf16 does not work with check_parity=2",
@@ -222,7 +239,7 @@ SGD = {"ddp_comm_hook": "post_local_sgd"}
         (SGD, "ddp_comm_hook=post_local_sgd needs --local_sgd_period: it needs the optimizer"),
         ({**SGD, "local_sgd_period": 2, "strategy": "zero1"}, "the whole state of the optimizers"),
         ({**SGD, "local_sgd_period": 2, "virtual_ranks": 2}, "depends on the number of processes"),
-        ({"evaluate_ema": True}, "evaluate_ema needs --ema_decay"),
+        ({"evaluate_ema": True}, "evaluate_ema=True needs --ema_decay"),
         (
             {"evaluate_ema": True, "ema_decay": 0.9, "sync_batchnorm": False},
             "sync_batchnorm=False does not work with evaluate_ema=True",
@@ -239,7 +256,7 @@ def test_what_does_not_go_together_is_told_on_one_process_too(given, words):
     ("given", "words"),
     [
         ({**SGD, "local_sgd_period": 2}, "past optimizers_step()"),
-        ({"strategy": "fsdp", "fsdp_whole_gradients": True}, "it may step whenever it likes"),
+        ({"strategy": "fsdp", "fsdp_whole_gradients": True}, "only in the last batch of a step"),
     ],
 )
 def test_what_does_not_go_with_a_fit_batch_of_the_recipe(given, words):

@@ -187,7 +187,7 @@ def test_what_it_refuses_is_refused_on_every_rank(ranks, tmp_path):
     install(tmp_path)
     for option, why in {
         "ema_decay": "AverageEvery does not work with ema_decay=0.9: each process makes steps of",
-        "bucket_cap_mb": f"strategy={NAME} does not work with bucket_cap_mb=0.9: it is DDP's.",
+        "bucket_cap_mb": f"strategy={NAME} does not work with bucket_cap_mb=0.9: it is DDP's",
     }.items():
         for words in ranks.run(refused, tmp_path, {option: 0.9}):
             assert words.startswith(why)

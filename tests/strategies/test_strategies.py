@@ -86,8 +86,8 @@ def test_one_process_without_a_group():
 def test_choices_that_cannot_work(group):
     with pytest.raises(
         ConfigError,
-        match="a group of processes does not work with data_parallel_backend=True: it is for one "
-        "process",
+        match="data_parallel_backend=True is for one process, which has all GPUs of the machine, "
+        "and this one is in a process group of 1. Start one: python train.py",
     ):
         choose_strategy(RunOptions(device="cuda:0", data_parallel_backend=True))
 
@@ -109,16 +109,20 @@ def test_one_process_needs_no_strategy(name):
     assert type(choose_strategy(RunOptions(device="cpu", strategy=name))) is SingleDevice
 
 
+WHY = {
+    "data_parallel_backend": "it is a strategy itself",
+    "virtual_ranks": "for the same bits on any number of processes",
+}
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1"])
 def test_strategies_that_do_not_go_with_others(name):
     others = {"data_parallel_backend": True}
     if name == "ddp":
         others["virtual_ranks"] = 4
     for option, value in others.items():
-        assert f"{option} does not work with strategy={name}: choose one of them" in refused(
-            strategy=name,
-            **{option: value},
-        )
+        found = refused(strategy=name, **{option: value})
+        assert f"{option}={value} does not work with strategy={name}: {WHY[option]}" in found
     assert "data_parallel_backend" in refused(strategy="single", data_parallel_backend=True)
     options = RunOptions(device="cpu", strategy="single", virtual_ranks=4)
     assert choose_strategy(options).division().each == 4

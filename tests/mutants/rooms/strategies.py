@@ -169,7 +169,7 @@ FAULTS = in_room(
         Fault(
             "options that exclude each other are taken",
             "_refuse_two",
-            "refuse_with(known.chosen_by, options, {'strategy': 'choose one of them'})",
+            "refuse_with(known.chosen_by, options, {'strategy': f'{known.alone}{_also(able)}'})",
             "pass",
             f"{UNIT} tests/unit/test_run_opts.py",
         ),

@@ -117,7 +117,7 @@ def test_a_recipe_is_estimated_on_its_first_batch_and_nothing_of_it_stays(recipe
         ),
         (
             ["--nproc=2", "--virtual_ranks=4", "--sync_batchnorm=True"],
-            "Cannot run under virtual_ranks on 2 processes: virtual_ranks does not work with sync_",
+            "Cannot run under virtual_ranks on 2 processes: virtual_ranks=4 does not work with ",
         ),
         (
             ["--nproc=2", "--data_parallel_backend"],

@@ -1,21 +1,29 @@
-"""What differs between two runs besides what they have computed: labels, options, files."""
+"""What differs between two runs besides what they have computed: labels, options, files.
+
+A run may have been started several times, each time with other options. All starts are compared
+that have made a step.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.options import NUMBERS, OPTIONS
+from ddpkit.see.diff.sections import sections
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ddpkit.see.diff.hashed_run import HashedRun
+    from ddpkit.see.diff.sections import Section, Side
+    from ddpkit.see.report.records import Record
 
 #: What a difference means.
 NO_EQUAL_BITS = "no equal bits can be expected"
 OTHER_TRAINING = "it changes the numbers of a training"
 MAY_MATTER = "it may matter"
+_MEANINGS = (NO_EQUAL_BITS, OTHER_TRAINING, MAY_MATTER)  # what matters most comes first
 SCRIPT = "SHA-256 of the script"
 _NUMBERS = frozenset(
     option.name
@@ -38,6 +46,8 @@ class Circumstance:
         name: of the label, the option or the file.
         values: of either run.
         meaning: of the difference, in words.
+        steps: the first and the last optimizer step of each stretch that it holds for; empty: it
+            holds for all that are compared.
 
     Ranks: local.
     """
@@ -45,6 +55,7 @@ class Circumstance:
     name: str
     values: tuple[Any, Any]
     meaning: str
+    steps: tuple[tuple[int, int], ...] = ()
 
 
 def circumstances(
@@ -62,13 +73,42 @@ def circumstances(
 
     Ranks: local.
     """
-    return [
-        *_labels(one, other, steps),
-        *_processes(one, other),
-        *_options(one, other),
-        *_overrides(one, other),
-        *_files(one, other),
-    ]
+    compared = sections(one, other, steps)
+    found = []
+    for of_section in (_labels, _processes, _options, _overrides, _files):
+        found += _over(compared, of_section)
+    return sorted(found, key=lambda row: _MEANINGS.index(row.meaning))
+
+
+def _over(
+    compared: list[Section],
+    of_section: Callable[[Side, Side], list[Circumstance]],
+) -> list[Circumstance]:
+    """Return what differs in any section, with the steps where it does."""
+    rows: list[Circumstance] = []
+    stretches: list[list[tuple[int, int]]] = []
+    for section in compared:
+        for row in of_section(*section.sides):
+            if row not in rows:
+                rows.append(row)
+                stretches.append([])
+            number = rows.index(row)
+            _add_stretch(stretches[number], section)
+    everything = [(compared[0].first, compared[-1].last)]
+    found = []
+    for row, steps in zip(rows, stretches, strict=True):
+        if steps == everything:
+            found.append(row)
+        else:
+            found.append(replace(row, steps=tuple(steps)))
+    return found
+
+
+def _add_stretch(steps: list[tuple[int, int]], section: Section) -> None:
+    first = section.first
+    if steps and steps[-1][1] + 1 == first:
+        first, _ = steps.pop()
+    steps.append((first, section.last))
 
 
 def unknown_circumstances(one: HashedRun, other: HashedRun) -> list[str]:
@@ -102,41 +142,25 @@ def _differences(
     return found
 
 
-def _labels(
-    one: HashedRun,
-    other: HashedRun,
-    steps: Iterable[int],
-) -> list[Circumstance]:
-    """Return labels that differ in a step. A run may have gone on on another machine since."""
-    found: dict[str, Circumstance] = {}
-    for step in steps:
-        records = one.steps[step], other.steps[step]
-        ones, others = (record.get("labels", {}) for record in records)
-        for row in _differences(ones, others, NO_EQUAL_BITS):
-            found.setdefault(row.name, row)
-    return list(found.values())
+def _labels(one: Side, other: Side) -> list[Circumstance]:
+    """Return labels that differ. A run may have gone on on another machine since."""
+    return _differences(one.labels, other.labels, NO_EQUAL_BITS)
 
 
-def _processes(one: HashedRun, other: HashedRun) -> list[Circumstance]:
+def _processes(one: Side, other: Side) -> list[Circumstance]:
     """Return the number of processes, unless both runs promise the same bits on any."""
-    if not (one.fit and other.fit):
-        return []
-    numbers = one.fit.get("world_size"), other.fit.get("world_size")
-    if numbers[0] == numbers[1] or (_has_same_bits(one) and _has_same_bits(other)):
+    fits = one.call.fit, other.call.fit
+    numbers = fits[0].get("world_size"), fits[1].get("world_size")
+    if not all(fits) or numbers[0] == numbers[1] or (one.same_bits and other.same_bits):
         return []
     return [Circumstance("processes", numbers, NO_EQUAL_BITS)]
 
 
-def _has_same_bits(run: HashedRun) -> bool:
-    last = max(run.steps)
-    return run.steps[last].get("same_bits") is True
-
-
-def _options_of(run: HashedRun) -> dict[str, Any]:
-    """Return the options of a run that are not their defaults."""
-    found = dict(run.fit.get("options") or {})
+def _options_of(fit: Record) -> dict[str, Any]:
+    """Return the options of a call of ``fit`` that are not their defaults."""
+    found = dict(fit.get("options") or {})
     # Among the options it is that of a process, which may follow from their number.
-    factor = run.fit.get(_FACTOR)
+    factor = fit.get(_FACTOR)
     if factor is None:
         return found
     found.pop(_FACTOR, None)
@@ -145,24 +169,26 @@ def _options_of(run: HashedRun) -> dict[str, Any]:
     return found
 
 
-def _options(one: HashedRun, other: HashedRun) -> list[Circumstance]:
-    if not one.fit or not other.fit:
+def _options(one: Side, other: Side) -> list[Circumstance]:
+    fits = one.call.fit, other.call.fit
+    if not all(fits):
         return []
     found = []
-    for difference in _differences(_options_of(one), _options_of(other), MAY_MATTER, "--"):
+    ones, others = map(_options_of, fits)
+    for difference in _differences(ones, others, MAY_MATTER, "--"):
         name = difference.name.removeprefix("--")
         if name in _NOT_TOLD:
             continue
         meaning = OTHER_TRAINING if name in _NUMBERS else MAY_MATTER
-        found.append(Circumstance(difference.name, difference.values, meaning))
-    return sorted(found, key=lambda row: row.meaning != OTHER_TRAINING)
+        found.append(replace(difference, meaning=meaning))
+    return found
 
 
-def _overrides(one: HashedRun, other: HashedRun) -> list[Circumstance]:
+def _overrides(one: Side, other: Side) -> list[Circumstance]:
     """Return what either run has put in the place of values of its YAML, where that differs."""
     values = []
-    for run in (one, other):
-        given = run.start.get("overrides")
+    for side in (one, other):
+        given = side.call.start.get("overrides")
         if given is None:  # an earlier ddpkit has recorded none
             return []
         named = dict(given)
@@ -171,26 +197,27 @@ def _overrides(one: HashedRun, other: HashedRun) -> list[Circumstance]:
     return _differences(values[0], values[1], MAY_MATTER, "--")
 
 
-def _files(one: HashedRun, other: HashedRun) -> list[Circumstance]:
+def _files(one: Side, other: Side) -> list[Circumstance]:
     """Return versions, the recipe's commit, its script and its YAML, where they differ."""
-    if not one.start or not other.start:
+    starts = one.call.start, other.call.start
+    if not all(starts):
         return []
-    found = _differences(_facts(one), _facts(other), MAY_MATTER)
-    if "script" in one.start and "script" in other.start:
+    found = _differences(_facts(starts[0]), _facts(starts[1]), MAY_MATTER)
+    if all("script" in start for start in starts):
         return found
     return [row for row in found if row.name != SCRIPT]  # likewise
 
 
-def _facts(run: HashedRun) -> dict[str, Any]:
-    environment = run.start.get("environment") or {}
+def _facts(start: Record) -> dict[str, Any]:
+    environment = start.get("environment") or {}
     found = {}
     for name in _OF_START:
         found[name] = environment.get(name)
     git = environment.get("git") or {}
     found["git commit"] = git.get("commit")
     found["files changed since"] = git.get("dirty")
-    yaml = run.start.get("yaml") or {}
+    yaml = start.get("yaml") or {}
     found["SHA-256 of the YAML"] = yaml.get("sha256")
-    script = run.start.get("script") or {}
+    script = start.get("script") or {}
     found[SCRIPT] = script.get("sha256")
     return found

@@ -70,6 +70,7 @@ class Comparison:
                 "name": row.name,
                 "values": row.values,
                 "meaning": row.meaning,
+                "steps": row.steps,
             }
             for row in self.besides
         ]

@@ -13,7 +13,7 @@ from ddpkit.see.report.records import Record, Unread, read_records
 from ddpkit.see.report.run_files import RunFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 NO_HASHES = "{!r} has no record of hashes: {}. {}"
 NOT_ASKED = "the run was started without --hash_every"
@@ -58,6 +58,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "options": dict,
         "world_size": int,
         "grad_accumulation_factor": int,
+        "optimizer_step": int,
         "resumed_from": dict | None,
     },
     "start": {
@@ -70,6 +71,37 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@dataclass(frozen=True, eq=False)  # the same call, and not an equal one
+class Call:
+    """A call of ``fit``.
+
+    Attributes:
+        before: optimizer steps that the run had made before it.
+        start: the event of its start; empty without one.
+        fit: its own event; likewise.
+
+    Ranks: local.
+
+    Example:
+        >>> Call().before
+        0
+    """
+
+    before: int = 0
+    start: Record = field(default_factory=dict)
+    fit: Record = field(default_factory=dict)
+
+    def after(self, calls: Iterable[Call]) -> tuple[Call, ...]:
+        """Return the calls whose steps still count once this one has begun.
+
+        Args:
+            calls: before it. One that had gone further than where this one goes on counts up to
+                there.
+        """
+        counting = [call for call in calls if call.before < self.before]
+        return (*counting, self)
+
+
 @dataclass
 class HashedRun:
     """The records of hashes of a run.
@@ -79,6 +111,7 @@ class HashedRun:
         steps: the last record of each optimizer step that has one.
         start: the event of its last start; empty without one.
         fit: the event of its last call of ``fit``; likewise.
+        calls: by step of a record: the calls of ``fit`` that have made the steps up to it.
         checkpoints: the directory of each, by the optimizer step at which it was saved; that of
             another run, too, from which this one has gone on.
         begins_anew: whether its first call of ``fit`` went on from nothing.
@@ -97,12 +130,14 @@ class HashedRun:
     steps: dict[int, Record] = field(default_factory=dict)
     start: Record = field(default_factory=dict)
     fit: Record = field(default_factory=dict)
+    calls: dict[int, tuple[Call, ...]] = field(default_factory=dict)
     checkpoints: dict[int, str] = field(default_factory=dict)
     begins_anew: bool = True
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
     _chains: set[str] = field(default_factory=set)
+    _calls: tuple[Call, ...] = ()  # as far as their steps still count
 
     def add(self, record: Record) -> None:
         """Take in an event; one of another kind is left out.
@@ -130,6 +165,12 @@ class HashedRun:
             if not self.fit:
                 self.begins_anew = False
         self.fit = record
+        call = Call(
+            record.get("optimizer_step", 0),
+            self.start,
+            record,
+        )
+        self._calls = call.after(self._calls)
 
     def _add_hash(self, record: Record) -> None:
         step = record["step"]
@@ -147,6 +188,7 @@ class HashedRun:
             if differ:
                 self.problems.append(OTHERWISE.format(step, " and ".join(differ)))
         self.steps[step] = record
+        self.calls[step] = self._calls or (Call(0, self.start),)
 
     def checkpoints_up_to(self, step: int) -> Iterator[tuple[int, Path]]:
         """Yield the checkpoints that are still there of a step and of those before it, the newest

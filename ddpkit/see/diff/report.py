@@ -13,6 +13,7 @@ from ddpkit.see.diff.first_difference import BY_MODULE, equal_fields
 from ddpkit.see.diff.hashed_run import FIELDS
 
 if TYPE_CHECKING:
+    from ddpkit.see.diff.circumstances import Circumstance
     from ddpkit.see.diff.first_difference import Comparison
 
 NAMED = 6  # modules of a line
@@ -86,6 +87,7 @@ ALIKE = (
 )
 ALIKE_BEFORE = "Labels, options and versions of the two runs are the same."
 NOT_GIVEN = "not given"
+IN_STEPS = " in optimizer {} {}"
 NO_EVENT = "Not compared: {1}. The log of one run has no event {0!r}."
 LACKING = {
     "fit": "options and the number of processes",
@@ -224,7 +226,7 @@ def _besides(comparison: Comparison) -> list[str]:
     for row in rows:
         nothing = NOT_GIVEN if row.name.startswith("--") else str(None)
         one, other = (_short(value, nothing) for value in row.values)
-        lines.append(f"  {row.name}: {one} and {other} ({row.meaning})")
+        lines.append(f"  {row.name}: {one} and {other}{_in_steps(row)} ({row.meaning})")
     if comparison.step is not None and NO_EQUAL_BITS in meanings:
         lines.append("So the two runs cannot be expected to be equal.")
     elif comparison.step is not None and OTHER_TRAINING in meanings:
@@ -232,10 +234,28 @@ def _besides(comparison: Comparison) -> list[str]:
     return lines
 
 
+def _in_steps(row: Circumstance) -> str:
+    """Say in which steps a difference was, where it was not in all."""
+    if not row.steps:
+        return ""
+    stretches = []
+    for first, last in row.steps:
+        stretches.append(str(first) if first == last else f"{first} to {last}")
+    shown = ", ".join(stretches[:NAMED])
+    more = len(stretches) - NAMED
+    if more > 0:
+        shown += f" and {more} more"
+    steps = "step" if shown.isdigit() else "steps"
+    return IN_STEPS.format(steps, shown)
+
+
 def _alike(comparison: Comparison) -> str:
     """Say what is the same; records of an earlier ddpkit have neither overrides nor script."""
-    starts = [run.start for run in comparison.runs]
-    return ALIKE if all("overrides" in start for start in starts) else ALIKE_BEFORE
+    for run in comparison.runs:
+        for calls in run.calls.values():
+            if any("overrides" not in call.start for call in calls):
+                return ALIKE_BEFORE
+    return ALIKE
 
 
 def _short(value: Any, nothing: str) -> str:

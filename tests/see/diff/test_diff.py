@@ -288,7 +288,7 @@ def test_labels_of_a_run_that_went_on_elsewhere_are_those_of_the_step(plain, tmp
     other = train(tmp_path / "a", Planted("dropout", 3))
     elsewhere = changed(other, tmp_path / "b", step=3, labels={"torch": "1.0"})
     text, _ = lines_of(plain, elsewhere)
-    assert "and 1.0 (no equal bits can be expected)" in text
+    assert "and 1.0 in optimizer step 3 (no equal bits can be expected)" in text
 
 
 @pytest.mark.parametrize(
@@ -323,3 +323,61 @@ def test_a_run_that_is_compared_with_itself_is_told(plain):
     text, status = lines_of(plain, plain / "metrics.jsonl")
     assert status == 0
     assert "B: it is the very log that A is" in text
+
+
+def restarted(run, folder, *calls):
+    """Write a run's log as if it had been started again: each time after a step, with options."""
+    events = []
+    later = list(calls)
+    for event in events_of(run):
+        while later and event["event"] == "hash" and event["step"] > later[0][0]:
+            after, fields = later.pop(0)
+            start = {"event": "start", "options": {}, "overrides": {}, "yaml": None, "script": None}
+            began = {"event": "fit", "world_size": 1, "options": {}, "optimizer_step": after}
+            events += [start | fields, began | fields]
+        events.append(event)
+    return written(events, folder)
+
+
+CLIPPED = {"options": {"max_grad_norm": 0.25}}
+
+
+def test_other_options_of_a_start_in_between_are_told_with_its_steps(plain, tmp_path):
+    other = restarted(plain, tmp_path / "a", (4, CLIPPED), (8, {}))
+    text, _ = lines_of(plain, other)
+    words = "--max_grad_norm: not given and 0.25 in optimizer {} (it changes the numbers"
+    assert words.format("steps 5 to 8") in text
+    assert "are the same" not in text
+    differs = changed(other, tmp_path / "b", step=5, weights="0" * 64)
+    text, _ = lines_of(plain, differs)  # the rest is after the difference
+    assert words.format("step 5") in text
+    assert "So the two runs are two different trainings." in text
+    before = changed(other, tmp_path / "c", step=4, weights="0" * 64)
+    assert "max_grad_norm" not in lines_of(plain, before)[0]
+    twice = restarted(plain, tmp_path / "d", (2, CLIPPED), (3, {}), (5, CLIPPED), (7, {}))
+    assert words.format("steps 3, 6 to 7") in lines_of(plain, twice)[0]
+
+
+def test_a_start_between_two_records_is_compared_too(plain, tmp_path):
+    rare = train(tmp_path / "rare", hash_every=4)
+    between = restarted(rare, tmp_path / "a", (5, CLIPPED), (6, {}))
+    text, _ = lines_of(plain, between)
+    assert "0.25 in optimizer step 6 (" in text
+
+
+def test_a_start_whose_steps_were_made_again_by_another_is_left_out(plain, tmp_path):
+    again = restarted(plain, tmp_path / "a", (4, CLIPPED), (4, {}))
+    assert "max_grad_norm" not in lines_of(plain, again)[0]
+
+
+def test_overrides_files_and_processes_of_an_earlier_start_are_told(plain, tmp_path):
+    first = {"overrides": {"lr": "0.02"}, "script": {"sha256": "1"}, "world_size": 2}
+    logs = [
+        restarted(plain, tmp_path / name, (0, fields), (6, {}))
+        for name, fields in (("a", {}), ("b", first))
+    ]
+    text, _ = lines_of(*logs)
+    assert "  --lr: not given and 0.02 in optimizer steps 1 to 6 (it may matter)" in text
+    assert "  SHA-256 of the script: None and 1 in optimizer steps 1 to 6 (it may" in text
+    assert "  processes: 1 and 2 in optimizer steps 1 to 6 (no equal bits can be expected)" in text
+    assert text.index("processes: ") < text.index("--lr")

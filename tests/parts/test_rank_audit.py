@@ -110,6 +110,14 @@ def test_a_process_alone_cannot_name_a_fault(flip, kind, words):
     assert (ended.steps, ended.is_before) == (0, True)
 
 
+def test_a_single_fault_in_a_shard_that_is_not_in_turn_is_not_found():
+    """docs/how-to/audit.md says so."""
+    flipped = Flip(0, 2, tensor=4)  # in the first shard, while step 2 audits the second one
+    ended = train(flipped, virtual_ranks=2)
+    assert (ended.words, ended.audits) == ("", 6)
+    assert train(Flip(0, 1, tensor=4), virtual_ranks=2).steps == 0
+
+
 def test_the_shards_come_in_turn():
     brain = make(Audited, net=nn.Linear(6, 4), virtual_ranks=3, audit_every=2)
     brain.modules.head = nn.Identity()

@@ -207,3 +207,12 @@ def test_cores_are_those_that_may_be_used():
         assert cores() == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_torchrun_takes_no_short_key_of_the_yaml_unless_two_dashes_stand_before_the_script(capsys):
+    """docs/how-to/one-node.md says so."""
+    words = ["train.py", "hparams.yaml", "--n=4"]
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(words)
+    assert "ambiguous option: --n=4 could match --nnodes" in capsys.readouterr().err
+    assert get_args_parser().parse_args(["--", *words]).training_script_args == words[1:]

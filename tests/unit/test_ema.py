@@ -460,7 +460,7 @@ def test_off_by_default():
 
 
 def test_options_that_cannot_work_are_refused():
-    with pytest.raises(ConfigError, match="evaluate_ema needs --ema_decay"):
+    with pytest.raises(ConfigError, match="evaluate_ema=True needs --ema_decay"):
         make(evaluate_ema=True)
     with pytest.raises(ConfigError, match="ema_decay=1"):
         make(ema_decay=1.0)

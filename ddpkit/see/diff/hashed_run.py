@@ -190,6 +190,24 @@ class HashedRun:
         self.steps[step] = record
         self.calls[step] = self._calls or (Call(0, self.start),)
 
+    def recorded_at(self, step: int) -> int:
+        """Return the first step with a record from one on; the last one with a record where the run
+        has ended before.
+        """
+        return min((other for other in self.steps if other >= step), default=max(self.steps))
+
+    def calls_of_steps(self, after: int, last: int) -> list[Call]:
+        """Return the calls of ``fit`` that have made some steps, in their order.
+
+        Args:
+            after: the optimizer step before them.
+            last: of them.
+        """
+        calls = self.calls[self.recorded_at(last)]
+        begun = [call for call in calls if call.before < last] or [calls[0]]
+        ends = [*(call.before for call in begun[1:]), last]
+        return [call for call, end in zip(begun, ends, strict=True) if end > after]
+
     def checkpoints_up_to(self, step: int) -> Iterator[tuple[int, Path]]:
         """Yield the checkpoints that are still there of a step and of those before it, the newest
         first: the optimizer step at which each was saved, and its directory.

@@ -14,7 +14,8 @@ from ddpkit.see.scale.slice_process import MeasuredCommand
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddpkit.see.diff.hashed_run import HashedRun
+    from ddpkit.see.diff.hashed_run import Call, HashedRun
+    from ddpkit.see.report.records import Record
 
 #: Programs that have started a run in a process of theirs. Their command starts no run.
 STARTERS = ("ipykernel_launcher", "default_worker.py", "submitit.core._submit")
@@ -33,6 +34,10 @@ BY_HAND = (
     "checkpoint that `diff` names, and compare the two copies."
 )
 CHANGED = "{} is not as it was when the run was started"
+STARTED_ANEW = (
+    "steps up to {} were made by an earlier start with another command, other options or another "
+    "number of processes, and are made again as the later ones were"
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,17 @@ class RecordedStart:
     notes: list[str]
 
 
-def recorded_start(run: HashedRun) -> RecordedStart:
-    """Return how a run was started.
+def recorded_start(
+    run: HashedRun,
+    after: int,
+    last: int,
+) -> RecordedStart:
+    """Return how a run was started for some of its steps.
 
     Args:
         run: that has a record.
+        after: the optimizer step before those that are made again.
+        last: of them, which the start has made.
 
     Raises:
         ConfigError: it cannot be started again here: its record does not say how, or what it needs
@@ -66,27 +77,45 @@ def recorded_start(run: HashedRun) -> RecordedStart:
 
     Ranks: local.
     """
-    start = run.start
+    *earlier, call = run.calls_of_steps(after, last)
+    start = call.start
     words = list(start.get("command") or [])
     directory = start.get("directory")
     if not words or not directory:
         raise ConfigError(NO_COMMAND.format(run.label, BY_HAND))
-    _require_script(run, words, directory)
-    # `fit` tells them of the last start, as the options; `start` may stand before a process group
-    processes = int(run.fit.get("world_size") or start["world_size"])
-    ranks = run.fit.get("ranks") or [{}]
+    _require_script(run, start, words, directory)
+    ranks = call.fit.get("ranks") or [{}]
+    processes = _processes(call)
     # refuses more processes than GPUs, which would end in an error of NCCL's
     count_processes(processes, ranks[0].get("device"))
+    notes = _changed_files(start)
+    if any(_facts(other) != _facts(call) for other in earlier):
+        notes.append(STARTED_ANEW.format(call.before))
     return RecordedStart(
-        MeasuredCommand(tuple(_without_nproc(words)), directory, _variables(run)),
+        MeasuredCommand(tuple(_without_nproc(words)), directory, _variables(run, last)),
         processes,
-        _options(run),
-        _notes(run),
+        _options(call),
+        notes,
+    )
+
+
+def _processes(call: Call) -> int:
+    # `start` may stand before a process group
+    return int(call.fit.get("world_size") or call.start["world_size"])
+
+
+def _facts(call: Call) -> tuple[Any, ...]:
+    """Return what a start has that its steps may depend on."""
+    return (
+        call.start.get("command"),
+        call.fit.get("options"),
+        call.fit.get("world_size"),
     )
 
 
 def _require_script(
     run: HashedRun,
+    start: Record,
     words: Sequence[str],
     directory: str,
 ) -> None:
@@ -98,7 +127,7 @@ def _require_script(
     needed = [Path(directory)]
     if not is_module:
         needed.append(Path(directory, script))
-    environment = run.start.get("environment") or {}
+    environment = start.get("environment") or {}
     for path in needed:
         if not path.exists():
             host = environment.get("host")
@@ -136,29 +165,29 @@ def _without_nproc(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _variables(run: HashedRun) -> dict[str, str]:
-    """Return variables on which bits depend: as many threads as the run had."""
+def _variables(run: HashedRun, step: int) -> dict[str, str]:
+    """Return variables on which bits depend: as many threads as the run had at a step."""
     # a sum is added up in another order by another number of threads
-    last = run.steps[max(run.steps)]
-    threads = last.get("labels", {}).get("threads")
+    record = run.steps[run.recorded_at(step)]
+    threads = record.get("labels", {}).get("threads")
     return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
 
-def _options(run: HashedRun) -> dict[str, Any]:
+def _options(call: Call) -> dict[str, Any]:
     """Return the options that a slice has at other values, and on which the steps depend."""
     # the limit is part of the length that a schedule is made for
-    given = run.fit.get("options") or run.start.get("options") or {}
+    given = call.fit.get("options") or call.start.get("options") or {}
     return {
         "optimizer_step_limit": given.get("optimizer_step_limit"),
         "debug": given.get("debug", False),
     }
 
 
-def _notes(run: HashedRun) -> list[str]:
+def _changed_files(start: Record) -> list[str]:
     """Name the files of the recipe that have changed since."""
     found = []
     for name in ("script", "yaml"):
-        file = run.start.get(name) or {}
+        file = start.get(name) or {}
         path = file.get("path")
         if path is not None and file_identity(path)["sha256"] != file.get("sha256"):
             found.append(CHANGED.format(path))

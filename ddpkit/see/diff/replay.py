@@ -114,8 +114,8 @@ def replay(comparison: Comparison, tell: Callable[[str], object]) -> Replay:
     # All that may be missing is told before anything runs: the first replay may take an hour.
     begins = []
     for run in comparison.runs:
-        start = recorded_start(run)
-        begins.append((start, *_source(run, comparison.equal_before or 0)))
+        after, source = _source(run, comparison.equal_before or 0)
+        begins.append((recorded_start(run, after, last), after, source))
     replayed = []
     with ended_in_order():
         for run, (start, after, source) in zip(comparison.runs, begins, strict=True):

@@ -190,7 +190,7 @@ FAULTS = in_room(
         Fault(
             "a strategy from outside goes beside one that an option chooses",
             "_refuse_two",
-            "options.strategy not in (AUTO, name, *known.beside, *known.together)",
+            "options.strategy not in (AUTO, name, *able)",
             "False",
             CHOOSING,
         ),

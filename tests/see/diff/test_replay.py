@@ -21,7 +21,7 @@ from ddpkit.errors import ConfigError, RunStopped
 from ddpkit.launch import SLICE
 from ddpkit.see import run_diff
 from ddpkit.see.diff import replay
-from ddpkit.see.diff.hashed_run import HashedRun
+from ddpkit.see.diff.hashed_run import FIELDS, HashedRun
 from ddpkit.see.diff.recorded_start import recorded_start
 from ddpkit.train_logger import run_event, set_run_log
 from ddpkit.types import Stage
@@ -191,12 +191,22 @@ def test_equal_runs_are_not_run_again(runs, in_this_process):
     assert "again" not in text
 
 
-def run_of(folder=Path("/"), **start):
-    """A run with a record of how it was started."""
-    given = {"event": "start", "world_size": 1, "directory": str(folder), **start}
+def started(folder=Path("/"), **start):
+    """The event of a start."""
+    return {"event": "start", "world_size": 1, "directory": str(folder), **start}
+
+
+def hashed(step, threads=3):
+    """The record of a step."""
+    record = {"event": "hash", "step": step, "previous": "", "chain": ""}
+    return {**record, **dict.fromkeys(FIELDS, ""), "labels": {"threads": threads}}
+
+
+def run_of(*events):
+    """A run with these events."""
     run = HashedRun("1234")
-    run.add(given)
-    run.steps[4] = {"labels": {"threads": 3}}
+    for event in events:
+        run.add(event)
     return run
 
 
@@ -219,7 +229,7 @@ def run_of(folder=Path("/"), **start):
 )
 def test_what_cannot_be_started_again_is_told_with_the_way_by_hand(start, message):
     with pytest.raises(ConfigError) as told:
-        recorded_start(run_of(**start))
+        recorded_start(run_of(started(**start), hashed(4)), 0, 4)
     assert message in str(told.value)
     assert "Start the recipe by hand in a copy of the run's folder" in str(told.value)
 
@@ -229,10 +239,13 @@ def test_a_run_is_started_with_its_command_threads_and_options(tmp_path):
     (tmp_path / "hparams.yaml").touch()
     yaml = {"path": str(tmp_path / "hparams.yaml"), "sha256": "0" * 64}
     words = ["-u", "-X", "dev", "train.py", "--nproc", "2", "--lr=1", "--nproc=2"]
-    run = run_of(tmp_path, command=words, yaml=yaml)
     limit = {"optimizer_step_limit": 50}
-    run.add({"event": "fit", "world_size": 2, "ranks": [{"device": "cpu"}], "options": limit})
-    found = recorded_start(run)
+    run = run_of(
+        started(tmp_path, command=words, yaml=yaml),
+        {"event": "fit", "world_size": 2, "ranks": [{"device": "cpu"}], "options": limit},
+        hashed(4),
+    )
+    found = recorded_start(run, 0, 4)
     assert found.command.words == ("-u", "-X", "dev", "train.py", "--lr=1")
     assert found.command.directory == str(tmp_path)
     assert found.command.variables == {"OMP_NUM_THREADS": "3"}
@@ -240,10 +253,28 @@ def test_a_run_is_started_with_its_command_threads_and_options(tmp_path):
     assert found.notes == [f"{yaml['path']} is not as it was when the run was started"]
 
 
+def test_steps_are_made_again_as_the_start_was_that_has_made_them(tmp_path):
+    (tmp_path / "train.py").touch()
+    events = []
+    for step, rate in ((0, 1), (4, 2), (8, 3)):
+        events += [
+            started(tmp_path, command=["train.py", f"--lr={rate}"]),
+            {"event": "fit", "world_size": rate, "optimizer_step": step},
+            hashed(step + 4, threads=rate),
+        ]
+    run = run_of(*events)
+    for after, last, rate in ((0, 3, 1), (4, 8, 2), (9, 11, 3)):
+        found = recorded_start(run, after, last)
+        assert found.command.words == ("train.py", f"--lr={rate}")
+        assert (found.processes, found.notes) == (rate, [])
+        assert found.command.variables == {"OMP_NUM_THREADS": str(rate)}
+    (note,) = recorded_start(run, 2, 6).notes
+    assert note.startswith("steps up to 4 were made by an earlier start with another command")
+
+
 def test_a_run_that_went_on_from_a_checkpoint_that_is_gone_cannot_begin_again(tmp_path):
-    run = run_of(tmp_path)
     before = {"checkpoint": str(tmp_path / "CKPT+gone"), "optimizer_step": 3}
-    run.add({"event": "fit", "resumed_from": before})
+    run = run_of(started(tmp_path), {"event": "fit", "resumed_from": before})
     with pytest.raises(ConfigError, match="no checkpoint from before step 5 is there any more"):
         replay._source(run, 4)
 
